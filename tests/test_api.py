@@ -51,7 +51,8 @@ def model(data: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> un
 
 def test_fit_and_predict(model, data):
     (found,) = model.predict([data.queries[0]], k=3)
-    assert len(found) == 3 and all(isinstance(label, unidec.Label) for label in found)
+    assert len(found) == 3
+    assert all(isinstance(label, unidec.Label) for label in found)
     assert found[0].text == data.labels[int(found[0].uid)]
     assert [label.score for label in found] == sorted(
         (label.score for label in found), reverse=True
@@ -83,7 +84,8 @@ def test_metrics_are_those_of_the_predictions(model, data):
     ]
     assert got["P@1"] == pytest.approx(100 * np.mean([hit[0] for hit in hits]))
     assert got["P@5"] == pytest.approx(100 * np.mean(hits))
-    assert {"P@5", "nDCG@5", "R@100", "MRR"} <= got.keys() and not any("/" in name for name in got)
+    assert {"P@5", "nDCG@5", "R@100", "MRR"} <= got.keys()
+    assert not any("/" in name for name in got)
     assert ("PSP@5" in got) == (model._answerer.bundle.neighbours is not None)
     with pytest.raises(DataError, match="no query has a label"):
         model.evaluate(["text"], [])
@@ -133,9 +135,9 @@ def test_errors_in_python_speak_of_arguments_not_of_options(options, words, tmp_
         unidec.fit(["a text"], ["a label"], [(0, 0)], folder=tmp_path / "work", **options)
     said = str(error.value)
     assert all(word in said for word in words), said
-    assert (
-        "--" not in said and "params.yaml" not in said and "(" not in said.partition("expected")[0]
-    )
+    assert "--" not in said
+    assert "params.yaml" not in said
+    assert "(" not in said.partition("expected")[0]
 
 
 def test_a_runtime_that_does_not_exist(model, tmp_path):
@@ -186,7 +188,8 @@ def test_the_estimator(data, tmp_path):
     # calibration keeps the order
     assert (np.argsort(scores[0].data) == np.argsort(likely[0].data)).all()
     chosen = estimator.predict(data.queries)
-    assert set(np.unique(chosen.data)) <= {1} and (likely.toarray()[chosen.nonzero()] >= 0.5).all()
+    assert set(np.unique(chosen.data)) <= {1}
+    assert (likely.toarray()[chosen.nonzero()] >= 0.5).all()
 
 
 def test_each_documented_name_has_an_example_that_runs(model, data, tmp_path, monkeypatch):
@@ -345,7 +348,8 @@ def test_models_and_estimators_are_pickled_whole(model, data, tmp_path):
     folder = again.folder
     again.close()
     assert not folder.exists()
-    assert (label, label.probability) == (model.predict(data.queries[:1], 1)[0][0], None)
+    assert label == model.predict(data.queries[:1], 1)[0][0]
+    assert label.probability is None
     estimator = unidec.UniDECClassifier(k=5, params=data.params | SMALL)
     estimator.fit(data.queries, data.relevance, data.labels)
     joblib.dump(estimator, tmp_path / "estimator")
@@ -373,7 +377,8 @@ def test_labels_have_the_probabilities_of_the_server(model, data):
             == pytest.approx(np.interp(label.score, [0, 1], [0.2, 0.6]), abs=1e-6)
         )
         uid, text, score = label
-        assert label == (uid, text, score) and f"probability={label.probability}" in repr(label)
+        assert label == (uid, text, score)
+        assert f"probability={label.probability}" in repr(label)
         assert (
             model.predict(data.queries[:1], 1, tail=0.5)[0][0].probability is None
             or bundle.ranker.evidence is None
@@ -390,7 +395,8 @@ def test_the_estimator_is_scored_without_a_scorer(data, caplog):
     scores = cross_val_score(
         estimator, data.queries, dense, cv=2, params={"label_texts": data.labels}
     )
-    assert scores.shape == (2,) and ((scores >= 0) & (scores <= 1)).all()
+    assert scores.shape == (2,)
+    assert ((scores >= 0) & (scores <= 1)).all()
     assert "below 50" in caplog.text
     estimator.fit(
         pd.Series(data.queries, index=range(100, 160)),

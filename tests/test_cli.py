@@ -131,7 +131,9 @@ def test_train_hands_on_which_run_goes_on(
     run, stages: Stages, words: tuple[str, ...], asked: tuple
 ) -> None:
     code, out, _ = run("train", *words)
-    assert (code, stages.calls, stages.asked) == (0, ["train"], asked)
+    assert code == 0
+    assert stages.calls == ["train"]
+    assert stages.asked == asked
     assert "train: epoch = 15" in out and "train: validation.P@1 = 45.68" in out
 
 

@@ -72,12 +72,14 @@ V1 = {"cpu/docker/1/cpu.cfs_period_us": "100000\n", "cpu/cpu.cfs_period_us": "10
 def test_the_quota_of_a_container(container, monkeypatch, groups, files, quota, usable):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
     root = container(groups, **files)
-    assert cores.cpu_quota(root) == quota and cores.usable_cores(root) == usable
+    assert cores.cpu_quota(root) == quota
+    assert cores.usable_cores(root) == usable
 
 
 def test_a_system_without_control_groups(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {3, 5})
-    assert cores.cpu_quota(tmp_path) is None and cores.usable_cores(tmp_path) == 2
+    assert cores.cpu_quota(tmp_path) is None
+    assert cores.usable_cores(tmp_path) == 2
     monkeypatch.delattr(os, "sched_getaffinity")
     assert cores.usable_cores(tmp_path) == os.cpu_count()
 

@@ -206,7 +206,8 @@ def test_what_a_change_redoes(tmp_path: Path) -> None:
     project.edit("params.yaml", "tokens: {text, max_length}", "tokens: {text, max_length: 64}")
     ran = project.repro()
     # the checks read the tokens, too
-    assert sorted(ran[:2]) == ["tokens", "validate"] and ran[2:] == AFTER_TRAIN
+    assert sorted(ran[:2]) == ["tokens", "validate"]
+    assert ran[2:] == AFTER_TRAIN
     project.edit("params.yaml", " beta,", " beta: 2,")
     assert project.repro() == []  # the recipe's own value
     project.edit("params.yaml", " beta: 2,", " beta: 3,")
@@ -388,10 +389,10 @@ def test_each_result_is_a_dependency_of_the_stages_that_make_it() -> None:
         "index": "index",
         "evaluation": "evaluate",
     }
-    assert set(made) == {"checks", *RESULTS} and set(made.values()) == set(STAGES)
+    assert set(made) == {"checks", *RESULTS}
+    assert set(made.values()) == set(STAGES)
     for result, stage in made.items():
         assert f"data/inputs/{result}.json" in DESCRIBED["stages"][stage]["deps"], stage
     for name, stage in DESCRIBED["stages"].items():
-        assert "params" not in stage and not (
-            name != "inputs" and any("unidec" in dep for dep in stage["deps"])
-        ), name
+        assert "params" not in stage, name
+        assert not (name != "inputs" and any("unidec" in dep for dep in stage["deps"])), name

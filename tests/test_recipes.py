@@ -525,12 +525,12 @@ def test_the_options_for_the_tail_change_what_a_recipe_learns(
 
     plain = losses("plain")
     weighted = losses("weighted", **{"loss.weights": "propensity"})
-    assert np.isfinite(weighted).all() and not np.allclose(weighted, plain)
+    assert np.isfinite(weighted).all()
+    assert not np.allclose(weighted, plain)
     drawn = losses("drawn", **{"pool.positives": "tail"})
     # a loss over all labels and all positives has nothing to draw
-    assert np.isfinite(drawn).all() and np.allclose(drawn, plain) == (
-        name in ("dexml-topk", "renee")
-    )
+    assert np.isfinite(drawn).all()
+    assert np.allclose(drawn, plain) == (name in ("dexml-topk", "renee"))
 
 
 @pytest.mark.parametrize(

@@ -141,4 +141,6 @@ def test_texts_have_the_length_that_is_asked_for(synthetic, words, query_mean, l
     for made, mean in ((data.query_words, query_mean), (data.label_words, label_mean)):
         lengths = np.diff(made(np.arange(4000))[1])
         assert lengths.mean() == pytest.approx(mean, abs=0.1)
-        assert mean - 3 < lengths.min() and lengths.max() < mean + 3 and lengths.min() >= 1
+        assert mean - 3 < lengths.min()
+        assert lengths.max() < mean + 3
+        assert lengths.min() >= 1

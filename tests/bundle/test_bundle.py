@@ -100,9 +100,11 @@ def test_exclusion_only_touches_its_own_query(rng, tmp_path):
     assert free[0] == free[1]
     first = free[0].labels[0]
     one, two = bundle.predict(["red car", "red car"], k=3, exclude=[[first], []])
-    assert one.labels == free[0].labels[1:4] and two.labels == free[0].labels[:3]
+    assert one.labels == free[0].labels[1:4]
+    assert two.labels == free[0].labels[:3]
     assert bundle.predict(["red"], exclude=[UIDS])[0].labels == []
-    assert bundle.predict([]) == [] and bundle.predict_arrays([], k=3).rows.shape == (0, 3)
+    assert bundle.predict([]) == []
+    assert bundle.predict_arrays([], k=3).rows.shape == (0, 3)
 
 
 def test_the_batch_does_not_matter(rng, tmp_path):
@@ -198,7 +200,8 @@ def test_files_in_and_out(rng, tmp_path, ending, column, output):
     number = predict_file(
         bundle, source, target, k=2, column=column if column == "my text" else None, batch_size=4
     )
-    assert number == len(texts) and [p.name for p in target.parent.iterdir()] == [output]
+    assert number == len(texts)
+    assert [p.name for p in target.parent.iterdir()] == [output]
     if output.endswith(".parquet"):
         rows = pq.read_table(target).to_pylist()
     elif output.endswith(".jsonl"):
@@ -270,7 +273,8 @@ def test_two_writings_give_the_same_bytes(tmp_path, rng):
     write_tiny_bundle(tmp_path / "two" / "b", rng)
     assert folder_sha256(tmp_path / "one" / "b") == folder_sha256(tmp_path / "two" / "b")
     history = tmp_path / "two" / "model" / "history.jsonl"
-    assert history.exists() and not (tmp_path / "two" / "b" / "model" / "history.jsonl").exists()
+    assert history.exists()
+    assert not (tmp_path / "two" / "b" / "model" / "history.jsonl").exists()
 
 
 def test_a_moved_bundle_answers_the_same_without_what_it_was_made_from(rng, tmp_path):
@@ -282,8 +286,10 @@ def test_a_moved_bundle_answers_the_same_without_what_it_was_made_from(rng, tmp_
     shutil.move(tmp_path / "b", tmp_path / "elsewhere" / "c")
     shutil.rmtree(tmp_path / "model")
     moved = Bundle.load(tmp_path / "elsewhere" / "c")
-    assert moved.predict(QUERIES) == before and moved.sha256 == sha256 == folder_sha256(moved.path)
-    assert moved.info.dataset["name"] == "tiny" and moved.info.params == {"seed": 0}
+    assert moved.predict(QUERIES) == before
+    assert moved.sha256 == sha256 == folder_sha256(moved.path)
+    assert moved.info.dataset["name"] == "tiny"
+    assert moved.info.params == {"seed": 0}
 
 
 def test_labels_of_lists_and_of_chunked_columns_are_the_same_bundle(rng, tmp_path):

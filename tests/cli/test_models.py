@@ -99,7 +99,8 @@ def test_the_table_of_models(models_cli):
     ]
     found = json.loads(models_cli.run("models", "list", "--json")[1])
     assert [row["version"] for row in found] == [b, a]
-    assert found[1]["metrics"] == {"nDCG@5": 31.25} and found[0]["code"]["dirty"] is True
+    assert found[1]["metrics"] == {"nDCG@5": 31.25}
+    assert found[0]["code"]["dirty"] is True
     c = str(
         models_cli.client.create_model_version(
             models_cli.name,
@@ -157,7 +158,9 @@ def test_the_gates_exit_code_says_what_it_said(models_cli, monkeypatch, passed, 
     assert f"nDCG@5\t{'pass' if passed else 'FAIL'}\t31 against 30" in shown
     assert "version 7 (no champion to compare with): " in shown and "outputs/gate.html" in shown
     got, shown, _ = models_cli.run("models", "gate", "--json")
-    assert got == code and json.loads(shown)["passed"] is passed and asked[-1] == "challenger"
+    assert got == code
+    assert json.loads(shown)["passed"] is passed
+    assert asked[-1] == "challenger"
 
 
 def test_an_unknown_metric_is_an_error_of_the_parameters(models_cli):

@@ -140,7 +140,8 @@ def test_init_and_ingest_read_the_example(tmp_path: Path) -> None:
         )
     assert load_params(tmp_path / "params.yaml").data.path == "data/examples/debian"
     dataset = XMCDataset.open(tmp_path / "data" / "dataset")
-    assert len(dataset.rows("test")) > 100 and dataset.num_labels == 100
+    assert len(dataset.rows("test")) > 100
+    assert dataset.num_labels == 100
     files = [path for path in (ROOT / "data" / "examples").rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 200_000
 
@@ -185,7 +186,8 @@ def test_from_a_clean_clone_to_a_served_champion(tmp_path: Path) -> None:
     )
     try:
         answer = ask(f"http://127.0.0.1:{port}/predict", shlex.split(one('predict "'))[2])
-        assert answer["model"]["version"] == "1" and len(answer["predictions"][0]["labels"]) == 5
+        assert answer["model"]["version"] == "1"
+        assert len(answer["predictions"][0]["labels"]) == 5
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(60)

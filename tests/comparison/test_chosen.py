@@ -49,9 +49,8 @@ def test_every_recipe_cell_is_searched_from_itself_on_the_tuning_data(write: Wri
     comparison = load_comparison(path, tune=True)
     jobs = comparison.jobs
     assert list(jobs) == ["part/first/4", "part/second/4", "part/third/4"]
-    assert {job.kind for job in jobs.values()} == {"trial"} and jobs[
-        "part/first/4"
-    ].params.optim.epochs == 2
+    assert {job.kind for job in jobs.values()} == {"trial"}
+    assert jobs["part/first/4"].params.optim.epochs == 2
     assert jobs["part/first/4"].ranges == {"lr": {"low": 0.5, "high": 4}, "loss.margin": [0.3, 0.5]}
     assert jobs["part/third/4"].ranges == jobs["part/second/4"].ranges
     # a second stage starts from the first one as it is, which is kept for that
@@ -59,9 +58,8 @@ def test_every_recipe_cell_is_searched_from_itself_on_the_tuning_data(write: Wri
     assert [key for key in jobs if comparison.steps[key].spec["keep"]] == ["part/first/4"]
     assert len({comparison.steps[key].folder for key in jobs}) == len(jobs)
     assert [s.name for s in select(comparison, ["second"])[1:]] == ["part/first/4", "part/second/4"]
-    assert matching(comparison, ["second"]) == {"part/second/4"} and matching(
-        comparison, []
-    ) == set(jobs)
+    assert matching(comparison, ["second"]) == {"part/second/4"}
+    assert matching(comparison, []) == set(jobs)
 
 
 def test_what_a_trial_changes(write: Write) -> None:
@@ -101,13 +99,15 @@ def test_the_best_trial_is_chosen_and_applied(write: Write) -> None:
     plain = load_comparison(path)
     assert not any(job.data == "part" for job in plain.jobs.values())
     second, third, votes = (plain.jobs[f"d/{cell}/5"] for cell in ("second", "third", "votes"))
-    assert (second.params.pool.eta, third.params.pool.eta) == (1, 6)
+    assert second.params.pool.eta == 1
+    assert third.params.pool.eta == 6
     assert second.params.optim.lr_clf == pytest.approx(
         3 * 3e-3
     ) and third.params.optim.lr_clf == pytest.approx(6e-3)
     assert second.settings == {"after": "first", "tuned": "lr=3, pool.eta=1"}
     # the same model's
-    assert votes.params.optim == second.params.optim and votes.params.pool == second.params.pool
+    assert votes.params.optim == second.params.optim
+    assert votes.params.pool == second.params.pool
     assert (
         plain.jobs["d/first/4"].params.pool.beta == 2
         and plain.jobs["d/first/4"].params.loss.margin == 0.5

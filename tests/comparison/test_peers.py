@@ -135,9 +135,8 @@ def test_text_vectors_stand_beside_the_words(tiny_dataset):
     }
     texts, both, _ = features(tiny_dataset, "title", vectors)
     splits = [name for name in ("train", "validation", "test") if len(tiny_dataset.rows(name))]
-    assert sorted(both) == sorted(words) and {f"X.{name}" for name in (*splits, "labels")} < set(
-        both
-    )
+    assert sorted(both) == sorted(words)
+    assert {f"X.{name}" for name in (*splits, "labels")} < set(both)
     for name in (*splits, "labels"):
         own = vectors["labels"] if name == "labels" else vectors["queries"][tiny_dataset.rows(name)]
         assert both[f"X.{name}"].shape[0] == len(texts[name])
@@ -230,13 +229,12 @@ def test_a_script_gets_task_and_settings_and_its_predictions_come_back(own, tiny
     )
     labels, facts = run_peer("own", tiny_dataset, SETTINGS)
     assert labels[0].tolist() == [*range(39, 0, -1), -1]
-    assert (facts["version"], facts["peak_memory_bytes"], facts["search_ms"]) == (
-        "own 9.9",
-        77,
-        2.0,
-    )
+    assert facts["version"] == "own 9.9"
+    assert facts["peak_memory_bytes"] == 77
+    assert facts["search_ms"] == 2.0
     assert facts["train_seconds"] > 1.5, "the features are part of it"
-    assert not (folder / "peer-output").exists() and not (folder / "peer-task").exists()
+    assert not (folder / "peer-output").exists()
+    assert not (folder / "peer-task").exists()
 
 
 def test_a_script_that_fails_shows_the_end_of_its_log(own, tiny_dataset, folder):
@@ -303,7 +301,8 @@ def test_of_several_trials_the_best_on_the_validation_split_predicts(
     linear.main(Guess, trials, "own 1.0")
     assert sp.load_npz(folder / "test.npz").toarray().tolist() == [want, want]
     facts = json.loads((folder / "facts.json").read_text())
-    assert facts["parameters"] == 7 and facts["version"].startswith("own 1.0")
+    assert facts["parameters"] == 7
+    assert facts["version"].startswith("own 1.0")
     assert ("order" in facts["version"]) == has_validation
 
 

@@ -1,4 +1,4 @@
-"""Comparison files: errors are reported at once; what is right becomes jobs in an order that works."""
+"""Comparison files: errors are reported at once; what is right becomes jobs in a good order."""
 
 from __future__ import annotations
 
@@ -96,7 +96,9 @@ def test_jobs_have_the_recipes_values_under_common_data_and_cell(write: Write) -
     assert comparison.jobs["long/two/5"].params.model_dump() == expected
     assert comparison.jobs["long/two/5"].settings == {"pool.beta": 2, "model.dim": 64}
     peer = comparison.jobs["short/kNN/3"]
-    assert (peer.kind, peer.peer, peer.params.optim.epochs) == ("peer", "knn", 9)
+    assert peer.kind == "peer"
+    assert peer.peer == "knn"
+    assert peer.params.optim.epochs == 9
 
 
 def test_what_a_cell_needs_comes_before_it(write: Write) -> None:
@@ -347,7 +349,9 @@ def test_shipped_comparisons_are_valid(
     comparison = load_comparison(
         path, tune="tuning" in yaml.safe_load(path.read_text())
     )  # what was chosen may be of other trials
-    assert comparison.file.name == path.stem and comparison.file.title and comparison.file.about
+    assert comparison.file.name == path.stem
+    assert comparison.file.title
+    assert comparison.file.about
     defaults = Params().model_dump()
     assert all(j.params.model_dump() != defaults for j in comparison.jobs.values())
     used = {job.cell for job in comparison.jobs.values()}

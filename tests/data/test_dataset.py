@@ -44,7 +44,9 @@ def families(pairs: np.ndarray) -> list[set[int]]:
 
 def test_gives_back_texts_pairs_and_uids(tiny_raw: RawData, tiny_dataset: XMCDataset) -> None:
     d = tiny_dataset
-    assert (d.num_queries, d.num_labels, d.name) == (60, 40, "tiny")
+    assert d.num_queries == 60
+    assert d.num_labels == 40
+    assert d.name == "tiny"
     queries = [row for split in ("train", "test") for row in tiny_raw.queries[split].to_pylist()]
     assert d.query_uids() == [row["uid"] for row in queries]
     assert d.query_texts() == [row["title"] for row in queries]
@@ -61,8 +63,10 @@ def test_gives_back_texts_pairs_and_uids(tiny_raw: RawData, tiny_dataset: XMCDat
     np.testing.assert_array_equal(d.relevance.toarray(), both)
     filtered = np.vstack([tiny_raw.filter_pairs[s].toarray() for s in ("train", "test")])
     np.testing.assert_array_equal(d.filter_pairs.toarray(), filtered)
-    assert d.relevance.dtype == np.float32 and d.filter_pairs.dtype == bool
-    assert not d.relevance.data.flags.writeable and not d.relevance.indices.flags.writeable
+    assert d.relevance.dtype == np.float32
+    assert d.filter_pairs.dtype == bool
+    assert not d.relevance.data.flags.writeable
+    assert not d.relevance.indices.flags.writeable
     with pytest.raises(ValueError, match="text must be"):
         d.query_texts([0], "body")  # type: ignore[arg-type]
 
@@ -251,4 +255,5 @@ def test_a_text_that_occurs_twice_is_in_one_split(tmp_path: Path) -> None:
         pacsv.write_csv(pa.Table.from_pylist(table), tmp_path / f"{name}.csv")
     raw = read_raw(tmp_path)
     texts = {split: set(queries["title"].to_pylist()) for split, queries in raw.queries.items()}
-    assert raw.queries["test"].num_rows == 40 and not texts["train"] & texts["test"]
+    assert raw.queries["test"].num_rows == 40
+    assert not texts["train"] & texts["test"]

@@ -229,9 +229,8 @@ def test_beir_by_hand(tmp_path: Path) -> None:
     (tmp_path / "qrels" / "train.tsv").write_text(head + "q2\td1\t1\nq0\td2\t2\nq0\td1\t0\n")
     (tmp_path / "qrels" / "test.tsv").write_text(head + "q1\td2\t1\n")
     raw = read_raw(tmp_path)
-    assert raw.labels["title"].to_pylist() == ["one", "two"] and raw.labels[
-        "content"
-    ].to_pylist() == ["", ""]
+    assert raw.labels["title"].to_pylist() == ["one", "two"]
+    assert raw.labels["content"].to_pylist() == ["", ""]
     assert raw.queries["train"]["uid"].to_pylist() == ["q0", "q2"]  # q3 is in no split: left out
     assert raw.relevance["train"].toarray().tolist() == [[0, 2], [1, 0]]  # a score of 0 is no pair
     assert raw.queries["test"]["title"].to_pylist() == ["query 1"]
@@ -243,7 +242,8 @@ def test_a_missing_test_split_is_cut(tmp_path: Path, tiny_raw: RawData) -> None:
     (tmp_path / "raw" / "filter_labels_test.txt").unlink()
     raw = read_raw(tmp_path / "raw", test_share=0.25, split_seed=1)
     sizes = {split: table.num_rows for split, table in raw.queries.items()}
-    assert sizes["train"] + sizes["test"] == 48 and abs(sizes["test"] - 12) <= 2
+    assert sizes["train"] + sizes["test"] == 48
+    assert abs(sizes["test"] - 12) <= 2
     assert (
         read_raw(tmp_path / "raw", test_share=0.25, split_seed=1)
         .queries["test"]
@@ -268,9 +268,8 @@ def test_uids_where_there_are_none_are_row_numbers(tmp_path: Path) -> None:
     (tmp_path / "tst.json").write_text('{"title": "z", "target_ind": [1], "target_rel": [2.5]}\n')
     raw = read_raw(tmp_path)
     assert raw.labels["uid"].to_pylist() == ["0", "1"]
-    assert raw.queries["train"]["uid"].to_pylist() == ["0", "1"] and raw.queries["test"][
-        "uid"
-    ].to_pylist() == ["2"]
+    assert raw.queries["train"]["uid"].to_pylist() == ["0", "1"]
+    assert raw.queries["test"]["uid"].to_pylist() == ["2"]
     assert raw.relevance["test"].toarray().tolist() == [[0, 2.5]]
 
 

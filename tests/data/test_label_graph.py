@@ -118,7 +118,8 @@ def test_glas_equals_its_formula(monkeypatch, threshold, pairs_at_once):
 @pytest.mark.parametrize("threshold", [0.0, 0.5, 1.0])
 def test_self_is_one_hot(threshold):
     got = soft_targets(random_relevance(1), threshold, kind="self")
-    assert np.array_equal(got.toarray(), np.eye(20)) and got.nnz == 20
+    assert np.array_equal(got.toarray(), np.eye(20))
+    assert got.nnz == 20
 
 
 def expected_visits(truth, hops):
@@ -219,7 +220,8 @@ def test_a_share_is_some_rows_of_the_whole_and_part_of_a_larger_share(
     for share in (0.01, 0.25, 0.5, 0.95, 1.0):
         got = soft_targets(relevance, 0.1, kind=kind, share=share, tail_first=tail_first).toarray()
         rows = np.flatnonzero(got.any(1))
-        assert len(rows) == max(1, round(share * 20)) and before <= set(rows.tolist())
+        assert len(rows) == max(1, round(share * 20))
+        assert before <= set(rows.tolist())
         np.testing.assert_array_equal(got[rows], whole[rows])
         if tail_first and share < 1:
             assert count[rows].max() <= np.delete(count, rows).min()
@@ -228,7 +230,8 @@ def test_a_share_is_some_rows_of_the_whole_and_part_of_a_larger_share(
 
 def test_equally_rare_labels_are_drawn_at_random():
     chosen = chosen_labels(np.zeros(1000, dtype=np.int64), 0.3, tail_first=True)
-    assert chosen.sum() == 300 and 60 < chosen[:300].sum() < 120
+    assert chosen.sum() == 300
+    assert 60 < chosen[:300].sum() < 120
     assert not chosen_labels(np.zeros(0, dtype=np.int64), 0.3, tail_first=True).any()
 
 

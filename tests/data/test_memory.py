@@ -127,7 +127,8 @@ def test_tables_are_read_as_files_are(tiny_raw: RawData, tmp_path: Path) -> None
         pd.read_csv(tmp_path / f"{name}.csv") for name in ("queries", "labels", "pairs")
     )
     given = from_memory(queries, labels, pairs)
-    assert "test" in given.queries and given.queries["test"].num_rows > 0
+    assert "test" in given.queries
+    assert given.queries["test"].num_rows > 0
     without_filters = tmp_path / "plain"
     without_filters.mkdir()
     for name, table in (("queries", queries), ("labels", labels), ("pairs", pairs)):

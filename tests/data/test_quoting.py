@@ -89,7 +89,8 @@ def test_quotes_that_can_be_read_in_two_ways(
     with pytest.raises(DataError) as caught:
         read(tmp_path / name, text)
     message = str(caught.value)
-    assert all(line in message for line in lines) and "raw.quotes: no" in message
+    assert all(line in message for line in lines)
+    assert "raw.quotes: no" in message
 
 
 def test_the_key_decides(tmp_path: Path) -> None:

@@ -288,6 +288,7 @@ def test_a_damaged_line_of_records_is_named(tmp_path, damage):
     path.write_bytes(b'{"step": 1}\n' + damage + b'\n{"step": 2}\n')
     with pytest.raises(ArtifactError, match="a damaged line") as caught:
         storage.read_json_lines(path)
-    assert caught.value.where == f"{path}:2" and "remove this line" in caught.value.fix
+    assert caught.value.where == f"{path}:2"
+    assert "remove this line" in caught.value.fix
     path.write_bytes(b'{"step": 1}\n' + damage)  # cut off by a kill
     assert storage.read_json_lines(path) == [{"step": 1}]

@@ -42,7 +42,8 @@ def test_csv_rows_and_their_lines(tmp_path: Path, name: str) -> None:
     rows, faults = rows_and_faults(tmp_path / name)
     cells = csv.reader(text.splitlines(keepends=True), delimiter="\t" if name == "a.tsv" else ",")
     assert [list(row.values()) for _, row in rows] == [row for row in cells if len(row) == 2][1:]
-    assert [line for line, _ in rows] == [2, 5, 7] and faults == [("not 2 columns", 6)]
+    assert [line for line, _ in rows] == [2, 5, 7]
+    assert faults == [("not 2 columns", 6)]
     with pytest.raises(DataError, match="not 2 columns") as caught:
         list(read_rows(tmp_path / name, ["id"], bounds=RawBounds(quotes="yes")))
     assert caught.value.where == f"{tmp_path / name}:6"

@@ -83,7 +83,8 @@ def test_the_library_reads_it(every, tmp_path):
         read_tensors(tmp_path / "x"), {name: value.detach() for name, value in every.items()}
     )
     with open_tensors(tmp_path / "x") as file:
-        assert file.metadata == {"rows": "1 ü\n"} and file.names == sorted(every)
+        assert file.metadata == {"rows": "1 ü\n"}
+        assert file.names == sorted(every)
 
 
 def test_it_reads_the_librarys(every, tmp_path):
@@ -134,7 +135,8 @@ def test_rows_in_part(tmp_path):
     table = {"t": values(torch.bfloat16, 40, 3), "none": values(torch.float32, 0, 3)}
     write_tensors(tmp_path / "x", table)
     with open_tensors(tmp_path / "x") as file:
-        assert file.shape("t") == (40, 3) and file.shape("none") == (0, 3)
+        assert file.shape("t") == (40, 3)
+        assert file.shape("none") == (0, 3)
         for begin, end in ((0, 40), (3, 17), (39, 40), (0, 0), (40, 40), (12, 12)):
             assert same({"t": file.read("t", begin, end)}, {"t": table["t"][begin:end]})
         assert file.read("none", 0, 0).shape == (0, 3)

@@ -96,13 +96,15 @@ def test_cache_equals_memory(cache, minilm, random_texts):
     memory = encode_texts(random_texts, minilm, 16)
     np.testing.assert_array_equal(cache.ids, memory.ids)
     np.testing.assert_array_equal(cache.offsets, memory.offsets)
-    assert (cache.ids.dtype, cache.offsets.dtype, cache.lengths().dtype) == (
-        np.uint16,
-        np.int64,
-        np.int64,
-    )
-    assert (cache.vocab_size, cache.pad_id, cache.max_length) == (30522, 0, 16)
-    assert (memory.vocab_size, memory.pad_id, memory.max_length) == (30522, 0, 16)
+    assert cache.ids.dtype == np.uint16
+    assert cache.offsets.dtype == np.int64
+    assert cache.lengths().dtype == np.int64
+    assert cache.vocab_size == 30522
+    assert cache.pad_id == 0
+    assert cache.max_length == 16
+    assert memory.vocab_size == 30522
+    assert memory.pad_id == 0
+    assert memory.max_length == 16
     assert len(cache) == len(random_texts)
     assert cache.meta["text"] == "title"
     assert cache.meta["tokenizer_sha256"] == storage.file_sha256(minilm / "tokenizer.json")

@@ -67,10 +67,8 @@ def test_large_data_is_sampled_and_says_so(case, monkeypatch):
     monkeypatch.setattr(module, "MAX_SCORES", 1)
     monkeypatch.setattr(module, "MIN_TEST", 40)
     measured = measure_baselines(dataset, "title", inverse, groups)
-    assert (
-        len(measured.places) == 40 == len(measured.labels["knn"])
-        and (np.diff(measured.places) > 0).all()
-    )
+    assert len(measured.places) == 40 == len(measured.labels["knn"])
+    assert (np.diff(measured.places) > 0).all()
     assert "300 of 2,000 queries of the train and validation splits" in measured.about
     assert "40 of 500 test queries" in measured.about
     found = compare_with_baselines(perfect_answers(truth), truth, measured, inverse, groups)
@@ -91,7 +89,8 @@ def test_the_sentence_names_gains_losses_and_what_is_open(case):
         return found, verdict(found)
 
     found, words = judged(perfect_answers(truth))
-    assert all(one.better for one in found) and {one.metric for one in found} >= {
+    assert all(one.better for one in found)
+    assert {one.metric for one in found} >= {
         "tail/R@10",
         "torso/R@10",
     }

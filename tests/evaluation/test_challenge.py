@@ -101,7 +101,8 @@ def test_a_better_one_passes_a_worse_one_does_not_and_the_same_one_ties() -> Non
     half = np.arange(400) % 2 == 0
     more = np.arange(400) % 5 > 0
     better = judged(ranking(more), ranking(half), truth, weight, group, RULES)
-    assert all(checks(better).values()) and better.confidence == 1.0
+    assert all(checks(better).values())
+    assert better.confidence == 1.0
     assert (
         better.difference == pytest.approx(30)
         and better.intervals["nDCG@5"][0] > 20
@@ -112,7 +113,9 @@ def test_a_better_one_passes_a_worse_one_does_not_and_the_same_one_ties() -> Non
     assert checks(worse) == {"nDCG@5": False, "confidence": False, "P@1": False, "tail/R@10": False}
     assert worse.difference == -better.difference
     same = judged(ranking(half), ranking(half), truth, weight, group, RULES)
-    assert all(checks(same).values()) and same.difference == 0 and same.confidence == 1.0
+    assert all(checks(same).values())
+    assert same.difference == 0
+    assert same.confidence == 1.0
 
 
 def test_a_little_better_by_chance_is_not_sure() -> None:
@@ -126,11 +129,10 @@ def test_a_little_better_by_chance_is_not_sure() -> None:
     # one is ahead by a single query
     other[np.flatnonzero(~other)[: one.sum() - other.sum() - 1]] = True
     found = judged(ranking(one), ranking(other), truth, weight, group, RULES)
-    assert checks(found)["nDCG@5"] and not checks(found)["confidence"]
-    assert (
-        0.4 < found.confidence < 0.9
-        and found.intervals["nDCG@5"][0] < 0 < found.intervals["nDCG@5"][1]
-    )
+    assert checks(found)["nDCG@5"]
+    assert not checks(found)["confidence"]
+    assert 0.4 < found.confidence < 0.9
+    assert found.intervals["nDCG@5"][0] < 0 < found.intervals["nDCG@5"][1]
     unsure = judged(ranking(one), ranking(other), truth, weight, group, RULES | {"confidence": 0.0})
     assert "confidence" not in checks(unsure)
 

@@ -279,7 +279,8 @@ def test_remove_filtered_equals_a_slow_loop(k, density):
     predicted, _, _, _, _ = random_case(k, 40, 25, 12, 0.1)
     filtered = rng.random((40, 25)) < density
     got = remove_filtered(predicted, csr_matrix(filtered), k)
-    assert got.shape == (40, k) and got.dtype == np.int64
+    assert got.shape == (40, k)
+    assert got.dtype == np.int64
     for i in range(40):
         left = [p for p in predicted[i] if p >= 0 and not filtered[i, p]][:k]
         assert got[i].tolist() == left + [-1] * (k - len(left))
@@ -288,15 +289,15 @@ def test_remove_filtered_equals_a_slow_loop(k, density):
 def test_what_is_left_moves_up():
     labels = np.array([[1, -1, 3, -1], [-1, -1, -1, 7]])
     assert moved_up(labels, 3).tolist() == [[1, 3, -1], [7, -1, -1]]
-    assert moved_up(labels, 1).tolist() == [[1], [7]] and moved_up(labels, 6).shape == (2, 6)
+    assert moved_up(labels, 1).tolist() == [[1], [7]]
+    assert moved_up(labels, 6).shape == (2, 6)
     assert moved_up(np.zeros((2, 0), dtype=int), 2).tolist() == [[-1, -1]] * 2
 
 
 def test_keys_of_pairs():
     pairs = csr_matrix(([True, False, True], ([0, 2, 2], [3, 1, 0])), shape=(3, 4))
-    assert pair_keys(pairs).tolist() == [3, 8, 9] and pair_keys(
-        pairs, positive_only=True
-    ).tolist() == [3, 8]
+    assert pair_keys(pairs).tolist() == [3, 8, 9]
+    assert pair_keys(pairs, positive_only=True).tolist() == [3, 8]
     assert pair_keys(csr_matrix((0, 4))).tolist() == []
 
 
@@ -338,9 +339,8 @@ def test_no_ranking_is_better_than_the_ideal_one() -> None:
     ideal = evaluate(ideal_ranking(truth, weight_L, k), truth, weight_L, group_L)
     counts = np.diff(truth.indptr)
     assert ideal["P@5"] == pytest.approx(100 * np.minimum(counts, 5).mean() / 5)
-    assert ideal["PSP@5"] == pytest.approx(100) and ideal["nDCG@5"] == pytest.approx(
-        100 * (counts > 0).mean()
-    )
+    assert ideal["PSP@5"] == pytest.approx(100)
+    assert ideal["nDCG@5"] == pytest.approx(100 * (counts > 0).mean())
     for _ in range(20):
         tried = np.array([rng.permutation(num_labels)[:k] for _ in range(num)])
         found = evaluate(tried, truth, weight_L, group_L)
@@ -351,4 +351,5 @@ def test_no_ranking_is_better_than_the_ideal_one() -> None:
         ]
         assert not worse, worse
     none = ideal_ranking(csr_matrix((3, 5), dtype=np.float32), np.ones(5), 4)
-    assert (none == -1).all() and none.shape == (3, 4)
+    assert (none == -1).all()
+    assert none.shape == (3, 4)

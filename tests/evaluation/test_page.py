@@ -27,7 +27,8 @@ def test_cells_of_a_table():
         and "<b>" not in html
         and "<small> ± 0.1</small>" in html
     )
-    assert Page(html).open == [] and shown(Table(["a"], [])).strip() == ""
+    assert Page(html).open == []
+    assert shown(Table(["a"], [])).strip() == ""
 
 
 def test_of_equals_none_is_the_best():

@@ -33,7 +33,8 @@ ROUNDS = [
 
 def test_parts_of_a_round():
     parts = {"cluster": [2.0] * 3, "mine": [3.0] * 3, "train": [50.0] * 3}
-    assert round_parts(ROUNDS) == parts and list(round_parts(ROUNDS)) == list(parts)
+    assert round_parts(ROUNDS) == parts
+    assert list(round_parts(ROUNDS)) == list(parts)
     assert round_parts([{"refresh": {"refresh_seconds": 2.0}, "train_seconds": 5.0}]) == {
         "refresh": [2.0],
         "train": [5.0],
@@ -70,12 +71,14 @@ def test_tables_for_dvc_plots(tmp_path):
     assert set(tables) == {"training.csv", "validation.csv", "at_k.csv", "groups.csv"}
     assert len(tables["training.csv"]) == len(HISTORY)
     assert float(tables["training.csv"][3]["loss"]) == pytest.approx(HISTORY[3]["loss"], rel=1e-5)
-    assert "loss_clf" not in tables["training.csv"][0] and "lr_heads" in tables["training.csv"][0]
+    assert "loss_clf" not in tables["training.csv"][0]
+    assert "lr_heads" in tables["training.csv"][0]
     assert [row["epoch"] for row in tables["validation.csv"]] == ["5", "10", "15"]
     assert [float(row["seconds"]) for row in tables["validation.csv"]] == [59, 118, 177]
     assert [float(row["P_at_1"]) for row in tables["validation.csv"]] == [31, 32, 33]
     at_k = tables["at_k.csv"]
-    assert [row["k"] for row in at_k] == ["1", "3", "5"] and at_k[1]["precision"] == ""
+    assert [row["k"] for row in at_k] == ["1", "3", "5"]
+    assert at_k[1]["precision"] == ""
     assert float(at_k[0]["recall"]) == pytest.approx(9.87654, abs=1e-5)
     assert [(row["group"], row["R_at_10"]) for row in tables["groups.csv"]] == [
         ("tail", "1.5"),

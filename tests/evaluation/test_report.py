@@ -229,9 +229,11 @@ def test_a_keyboard_reaches_all():
     assert (
         page.tags.count("summary") == page.tags.count("details") == 2 + page.tags.count("figure")
     )  # features, parameters
-    assert page.attributes.count(("scope", "row")) > 20 and ("lang", "en") in page.attributes
+    assert page.attributes.count(("scope", "row")) > 20
+    assert ("lang", "en") in page.attributes
     words = [value for name, value in page.attributes if name in ("aria-label", "alt")]
-    assert {"right", "wrong", "sections", "loss by step"} <= set(words) and all(words)
+    assert {"right", "wrong", "sections", "loss by step"} <= set(words)
+    assert all(words)
 
 
 def test_what_could_be_reached_at_best_is_beside_each_figure():
@@ -246,12 +248,15 @@ def test_what_could_be_reached_at_best_is_beside_each_figure():
 
 
 def test_long_lists_are_folded():
-    assert "<details open" not in _plain() and "all parameters" in Page(_plain()).words
+    assert "<details open" not in _plain()
+    assert "all parameters" in Page(_plain()).words
 
 
 def test_an_empty_report_is_a_page():
     page = Page(render(ReportInput()))
-    assert page.open == [] and "section" not in page.tags and "svg" not in page.tags
+    assert page.open == []
+    assert "section" not in page.tags
+    assert "svg" not in page.tags
 
 
 def test_the_same_input_gives_the_same_bytes(tmp_path):
@@ -274,9 +279,8 @@ def test_the_verdict_tells_where_it_wins_and_where_it_loses():
     )
     assert f"Against the champion (version 3), points: {words}." in page.words
     assert "Against the last run, points: measured on other data" in page.words
-    assert page.row("the champion (version 3)")[1] == "49.00" and not any(
-        row[:1] == ["the last run"] for row in page.rows
-    )
+    assert page.row("the champion (version 3)")[1] == "49.00"
+    assert not any(row[:1] == ["the last run"] for row in page.rows)
 
 
 def test_contributions_of_groups_stand_beside_the_metric_within_each(undrawn):
@@ -349,7 +353,8 @@ def test_numbers_that_are_not_finite_do_not_break_it():
         calibration={"probability": [-np.inf, np.nan], "correct": [0, 0]},
     )
     html = render(report)
-    assert Page(html).open == [] and "nan" not in html.lower()
+    assert Page(html).open == []
+    assert "nan" not in html.lower()
     assert 'id="calibration"' not in html
 
 
@@ -368,7 +373,8 @@ def test_calibration_against_a_loop():
         assert mean == pytest.approx(sum(s for s, _ in part) / size)
         start += len(part)
     assert start == len(pairs) == 157
-    assert len(calibration_bins([1.0, 2.0], [0, 1])) == 2 and calibration_bins([], []) == []
+    assert len(calibration_bins([1.0, 2.0], [0, 1])) == 2
+    assert calibration_bins([], []) == []
 
 
 def test_probabilities_are_drawn_against_what_was_right(undrawn):

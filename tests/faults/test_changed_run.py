@@ -137,7 +137,8 @@ def test_the_code(
             tmp_path / "run",
             tmp_path / "cache",
         )
-    assert "code: " in str(caught.value) and "ffffffffffff... now" in str(caught.value)
+    assert "code: " in str(caught.value)
+    assert "ffffffffffff... now" in str(caught.value)
 
 
 def test_what_is_accepted_is_the_runs_own_from_then_on(
@@ -154,4 +155,5 @@ def test_what_is_accepted_is_the_runs_own_from_then_on(
 def test_a_change_of_place_is_none(opener: Callable[..., Trainer]) -> None:
     """Where it runs and how often it saves changes nothing that is learnt."""
     trainer = opener(**{"run.checkpoint_steps": 2, "run.table_place": "host"})
-    assert trainer.at.step == 8 and torch.isfinite(trainer.model.table.weight).all()
+    assert trainer.at.step == 8
+    assert torch.isfinite(trainer.model.table.weight).all()

@@ -220,7 +220,9 @@ def test_no_test_query_and_no_validation_query(
     de, clf = trainer.model.encode_queries(
         trainer.encoding.tokens["queries"], trainer.dataset.rows("test")
     )
-    assert de is not None and clf is not None and de.shape == clf.shape == (0, 16)
+    assert de is not None
+    assert clf is not None
+    assert de.shape == clf.shape == (0, 16)
 
 
 def test_nothing_to_train_on_is_one_error(

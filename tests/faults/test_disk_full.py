@@ -84,7 +84,8 @@ def test_a_training_stops_and_goes_on_when_there_is_space(
     monkeypatch.setattr(trainer, "train_step", fills)
     with pytest.raises(ArtifactError, match="no space left") as caught:
         trainer.train_round()
-    assert "bytes" in str(caught.value) and trainer.at.step == 4
+    assert "bytes" in str(caught.value)
+    assert trainer.at.step == 4
     monkeypatch.undo()
     resumed = open_trainer("full", **{"run.checkpoint_steps": 2})
     assert resumed.at.step == 2

@@ -91,7 +91,8 @@ def test_a_bundle_of_version_2_predicts_as_it_did() -> None:
     assert found[0].de_scores == pytest.approx([0.6538523, 0.8670483, 0.3385780], abs=1e-5)
     assert found[0].clf_scores == pytest.approx([0.6241677, 0.7087167, 0.2605411], abs=1e-5)
     assert found[0].knn_scores == pytest.approx([1.0, 0.0, 0.9439413], abs=1e-5)
-    assert bundle.neighbours is not None and bundle.neighbours.titles.to_pylist()[:2] == [
+    assert bundle.neighbours is not None
+    assert bundle.neighbours.titles.to_pylist()[:2] == [
         "",
         "green boat big",
     ]
@@ -128,11 +129,9 @@ def test_a_bundle_of_version_4_predicts_as_it_did() -> None:
         ["L4", "L5", "L1"],
     ]
     assert found[0].scores == pytest.approx([1.6659362, 1.3113372, 1.0964489], abs=1e-5)
-    assert (bundle.info.index_kind, bundle.index.kind, bundle.index.options.rescore) == (
-        "hnsw-sq8",
-        "pq",
-        5,
-    )
+    assert bundle.info.index_kind == "hnsw-sq8"
+    assert bundle.index.kind == "pq"
+    assert bundle.index.options.rescore == 5
 
 
 @pytest.mark.usefixtures("stub_model")

@@ -46,7 +46,8 @@ def test_a_killed_worker_leaves_a_crashed_run_and_the_next_run_resumes(operated)
         said = operated.project.run(
             sys.executable, "-m", "flows.reconcile", environment=operated.server.environment
         ).stdout
-        assert "Crashed" in said and operated.server.flow_run(second)["state_type"] == "CRASHED"
+        assert "Crashed" in said
+        assert operated.server.flow_run(second)["state_type"] == "CRASHED"
         operated.server.start_worker()
         third = operated.server.run(TRAIN)
         operated.server.completed(third, 600)

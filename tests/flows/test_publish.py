@@ -158,9 +158,8 @@ def test_states_in_which_nothing_is_committed(publish, repository, tagged, tmp_p
     with pytest.raises(UnidecError, match=r"(?s)git failed.*merge"):
         publish.commit(params_of(), 7, "champion")
     (repository / ".git/MERGE_HEAD").unlink()
-    assert (
-        git("rev-list", "--count", "HEAD") == "1" and git("diff", "--cached", "--name-only") == ""
-    )
+    assert git("rev-list", "--count", "HEAD") == "1"
+    assert git("diff", "--cached", "--name-only") == ""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))

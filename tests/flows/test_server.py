@@ -62,7 +62,8 @@ def test_a_manual_and_a_scheduled_run_complete_and_one_that_overlaps_is_cancelle
         ended = [server.ended(run, 120) for run in (first, second)]
         assert sorted(run["state_type"] for run in ended) == ["CANCELLED", "COMPLETED"], ended
         for run in ended:
-            assert not run["auto_scheduled"] and run["parameters"]["steps"] == JOB["steps"]
+            assert not run["auto_scheduled"]
+            assert run["parameters"]["steps"] == JOB["steps"]
         assert (project / "data/dataset/manifest.json").is_file()
 
         # only now: while a run is at work the deployment cancels any other

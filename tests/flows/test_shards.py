@@ -280,7 +280,8 @@ def test_help_and_deployment(predict, capsys):
 
     with pytest.raises(SystemExit) as left:
         main("predict", ["--help"])
-    assert left.value.code == 0 and "examples:" in capsys.readouterr().out
+    assert left.value.code == 0
+    assert "examples:" in capsys.readouterr().out
     described = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text(encoding="utf-8"))[
         "deployments"
     ]
@@ -346,7 +347,8 @@ def test_stopped_on_the_way(place, tmp_path, number):
         assert not output.exists() and list(folder.glob("0*-of-*"))
         process = begin()
         assert process.wait(240) == 0, (tmp_path / "log").read_text()
-        assert output.read_bytes() == wanted.read_bytes() and not folder.exists()
+        assert output.read_bytes() == wanted.read_bytes()
+        assert not folder.exists()
         assert "6,000 rows in 12 shards -> " in (tmp_path / "log").read_text()
     finally:
         process.kill()

@@ -307,7 +307,8 @@ def encoder_gradients(ranks: Any, folder: Path) -> dict[str, Any]:
         if unused:
             network.register_parameter("idle", torch.nn.Parameter(torch.ones(2)))
         parallel = ranks.data_parallel(network, torch.zeros(0, 3))
-        assert all(p.grad is None for p in network.parameters()) and network.training
+        assert all(p.grad is None for p in network.parameters())
+        assert network.training
         x = torch.randn(13, 3)
         network(x).pow(2).sum().backward()
         expected = [2 * p.grad for p in network.parameters() if p.grad is not None]

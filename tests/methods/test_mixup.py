@@ -27,17 +27,17 @@ def test_queries_are_mixed_in_pairs_and_labels_are_left(open_trainer):
     own = batch.counts.own_queries
     mix = batch.added["mixup"]
     (share, targets), (rest, _) = mix.targets(batch.targets).mixture
-    assert targets is batch.targets and share + rest == pytest.approx(1) and share == mix.share
+    assert targets is batch.targets
+    assert share + rest == pytest.approx(1)
+    assert share == mix.share
     assert sorted(mix.partner_B.tolist()) == list(range(own))
     mixed = mix.vectors(x)
     torch.testing.assert_close(mixed[:own], share * x[:own] + rest * x[mix.partner_B])
     assert torch.equal(mixed[own:], x[own:])
     again = trainer.prepare(trainer.rows[:17], 0)
     next_step = trainer.prepare(trainer.rows[:17], 1)
-    assert (
-        torch.equal(again.added["mixup"].vectors(x), mixed)
-        and next_step.added["mixup"].share != mix.share
-    )
+    assert torch.equal(again.added["mixup"].vectors(x), mixed)
+    assert next_step.added["mixup"].share != mix.share
     settings = trainer.settings.loss
     shares = np.array(
         [

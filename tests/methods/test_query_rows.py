@@ -28,9 +28,8 @@ def test_queries_are_drawn_for_each_label_outside_the_batch(
         label_E, query_E, weight_E = (
             part.numpy() for part in (related.label_E, related.text_E, related.weight_E)
         )
-        assert (weight_E == 1).all() and set(query_E.tolist()) == set(
-            range(len(texts(batch, tiny_tokens)) - own)
-        )
+        assert (weight_E == 1).all()
+        assert set(query_E.tolist()) == set(range(len(texts(batch, tiny_tokens)) - own))
         assert batch.counts.texts == own + query_E.max() + 1
         drawn = sorted(
             {row for row in train - set(rows.tolist()) for label in pool if has[row, label]}

@@ -60,6 +60,8 @@ def test_clusters_take_the_place_of_labels(make_batches, tiny_dataset):
     found = np.zeros((2, len(rows), len(pool)), bool)
     found[0, batch.clf.targets.row_P, batch.clf.targets.col_P] = True
     found[1, batch.pool.ignored_row_F, batch.pool.ignored_col_F] = True
-    assert np.array_equal(found[0], expected[np.ix_(rows, pool)]) and found[0].any(1).any()
-    assert np.array_equal(found[1], (ignored & ~expected)[np.ix_(rows, pool)]) and found[1].any()
+    assert np.array_equal(found[0], expected[np.ix_(rows, pool)])
+    assert found[0].any(1).any()
+    assert np.array_equal(found[1], (ignored & ~expected)[np.ix_(rows, pool)])
+    assert found[1].any()
     assert (batch.pool.relevance_P == 1).all() and 15 not in pool

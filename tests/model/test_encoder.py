@@ -89,7 +89,8 @@ def test_gradients_of_two_threads_are_the_same_each_time(rng, two_threads, setti
         return torch.cat([table.used[1].grad.flatten() for table in tables])
 
     first = gradients()
-    assert first.abs().max() > 0 and all(torch.equal(gradients(), first) for _ in range(5))
+    assert first.abs().max() > 0
+    assert all(torch.equal(gradients(), first) for _ in range(5))
 
 
 def test_bag_equals_a_loop_over_tokens_with_its_gradients(rng):
@@ -275,7 +276,8 @@ def test_activations_computed_again_change_nothing(tiny_bert, texts, trainable):
         results.append((x_BW.detach(), gradients, sum(storages.values())))
     (one, one_grad, all_kept), (other, other_grad, few_kept) = results
     assert torch.equal(one, other)
-    assert one_grad.keys() == other_grad.keys() and len(one_grad) > 10
+    assert one_grad.keys() == other_grad.keys()
+    assert len(one_grad) > 10
     assert all(torch.equal(one_grad[name], other_grad[name]) for name in one_grad)
     assert few_kept < 0.7 * all_kept
 
@@ -355,12 +357,15 @@ def test_chunks_grow_up_to_a_number_of_tokens(rng):
     lengths = rng.integers(0, 30, 200)
     chunks = list(length_chunks(lengths, 8, tokens=300))
     order = np.concatenate(chunks)
-    assert sorted(order) == list(range(200)) and (np.diff(lengths[order]) >= 0).all()
+    assert sorted(order) == list(range(200))
+    assert (np.diff(lengths[order]) >= 0).all()
     for chunk, following in itertools.pairwise(chunks):
         padded = len(chunk) * lengths[chunk].max()
         more = (len(chunk) + 1) * lengths[following[0]]
-        assert (padded <= 300 or len(chunk) == 8) and (more > 300)
-    assert len(chunks) > 2 and len(chunks[0]) > 8
+        assert padded <= 300 or len(chunk) == 8
+        assert more > 300
+    assert len(chunks) > 2
+    assert len(chunks[0]) > 8
     assert [len(chunk) for chunk in length_chunks(np.zeros(50, dtype=np.int64), 8, tokens=1)] == [
         50
     ]

@@ -276,7 +276,8 @@ def test_all_positive_pool_costs_nothing_under_decoupled_softmax():
         logit = (torch.randn(3, 5) * scale).requires_grad_()
         loss = decoupled_softmax(logit, Pairs(row, col, torch.ones(15), none, none))
         loss.backward()
-        assert loss.item() == 0 and (logit.grad == 0).all()
+        assert loss.item() == 0
+        assert (logit.grad == 0).all()
 
 
 def test_hand_computed_values():
@@ -343,7 +344,8 @@ def test_under_bf16_autocast(kind, rng):
         )
     assert loss.dtype == torch.float32
     loss.backward()
-    assert torch.isfinite(query.grad).all() and (query.grad != 0).any()
+    assert torch.isfinite(query.grad).all()
+    assert (query.grad != 0).any()
 
 
 def loop_symmetric(
@@ -425,7 +427,8 @@ def test_symmetric_on_degenerate_cases_is_finite(kind, rng):
             logit = case.logit.float().requires_grad_()
             loss = symmetric_loss(kind, logit, case.targets(rng), reduction="psl", forward=forward)
             loss.backward()
-            assert torch.isfinite(loss) and torch.isfinite(logit.grad).all(), name
+            assert torch.isfinite(loss), name
+            assert torch.isfinite(logit.grad).all(), name
             assert loss >= 0, name
 
 
@@ -441,7 +444,8 @@ def test_nothing_depends_on_values_on_the_host(kind, reduction, rng):
     logit = torch.empty(6, 11, device="meta", requires_grad=True)
     loss = symmetric_loss(kind, logit, targets, reduction=reduction, forward=direction(kind, 0.5))
     loss.backward()
-    assert loss.shape == () and logit.grad.shape == (6, 11)
+    assert loss.shape == ()
+    assert logit.grad.shape == (6, 11)
 
 
 def test_what_goes_to_a_gpu_is_pinned(monkeypatch):
@@ -454,9 +458,11 @@ def test_what_goes_to_a_gpu_is_pinned(monkeypatch):
         lambda tensor, *given, **options: sent.append((given, options)) or tensor,
     )
     to_device(np.arange(3), torch.device("cuda", 1))
-    assert len(pinned) == 1 and sent == [((torch.device("cuda", 1),), {"non_blocking": True})]
+    assert len(pinned) == 1
+    assert sent == [((torch.device("cuda", 1),), {"non_blocking": True})]
     to_device(np.arange(3), "cpu")
-    assert len(pinned) == 1 and sent[1] == (("cpu",), {})
+    assert len(pinned) == 1
+    assert sent[1] == (("cpu",), {})
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -537,7 +543,8 @@ def test_section_loss_gives_each_loss_its_own_options(rng):
     given = {kind: loss_options(kind, settings) for kind in LOSSES}
     assert given["triplet"] == {"margin": 0.7, "negatives": "hardest", "top": 2}
     assert given["hinge"] == {"margin": 0.7, "normalise": "rows"}
-    assert given["bce"] == {"normalise": "rows"} and given["softtopk"] == {"topk": 3}
+    assert given["bce"] == {"normalise": "rows"}
+    assert given["softtopk"] == {"topk": 3}
     case = random_case(rng)
     for kind, options in given.items():
         symmetric_loss(kind, case.logit, case.targets(rng), reduction="psl", forward=1.0, **options)
@@ -596,7 +603,8 @@ def test_rare_labels_weigh_as_their_inverse_propensity(rng):
             ),
             logit,
         )
-        assert gradient[0, 0] == pytest.approx(9 * gradient[1, 1].item()) and gradient[1, 1] < 0
+        assert gradient[0, 0] == pytest.approx(9 * gradient[1, 1].item())
+        assert gradient[1, 1] < 0
 
 
 def test_examples_in_docstrings():

@@ -77,12 +77,10 @@ def test_float32_in_host_memory_is_not_copied_for_numpy(table, tmp_path):
 def test_a_part_of_the_rows_is_gathered_by_global_ids(rng, train):
     values = torch.from_numpy(rng.normal(size=(ROWS, WIDTH))).float()
     table = RowTable(ROWS, WIDTH, placement=Placement(first_row=10, num_rows=12)).train(train)
-    assert (table.num_rows, table.first_row, table.own_rows, len(table.weight)) == (
-        ROWS,
-        10,
-        12,
-        12,
-    )
+    assert table.num_rows == ROWS
+    assert table.first_row == 10
+    assert table.own_rows == 12
+    assert len(table.weight) == 12
     with torch.no_grad():
         table.weight.copy_(values[10:22])
     rows = torch.tensor([21, 10, 15])
@@ -303,7 +301,9 @@ def test_all_rows_are_not_fetched():
 def test_a_file_holds_zeros_and_has_no_name(tmp_path, shape, dtype):
     folder = tmp_path / "new" / "folder"
     zeros = zeros_on_disk(folder, shape, dtype)
-    assert zeros.shape == shape and zeros.dtype == dtype and not zeros.any()
+    assert zeros.shape == shape
+    assert zeros.dtype == dtype
+    assert not zeros.any()
     zeros += 1
     assert bool((zeros == 1).all())
     assert not folder.exists() or not list(folder.iterdir())

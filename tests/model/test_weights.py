@@ -80,7 +80,8 @@ def test_a_head_that_the_start_lacks_begins_as_its_other_one(start, had, missing
     )
     given = getattr(old, f"head_{had}")[0]
     taken = getattr(new, f"head_{missing}")[0]
-    assert torch.equal(given.weight, taken.weight) and torch.equal(given.bias, taken.bias)
+    assert torch.equal(given.weight, taken.weight)
+    assert torch.equal(given.bias, taken.bias)
     assert torch.equal(getattr(new, f"head_{had}")[0].weight, given.weight)
 
 
@@ -118,7 +119,8 @@ def test_a_residual_network_that_the_start_lacks_begins_as_the_identity(start):
 def test_another_encoder_or_width_is_refused(start, begin, now, message):
     with pytest.raises(ConfigError, match=message) as caught:
         start(begin, **now)
-    assert "encoder.start" in str(caught.value) and "fix" in str(caught.value)
+    assert "encoder.start" in str(caught.value)
+    assert "fix" in str(caught.value)
 
 
 def edit(path, change):
@@ -213,4 +215,5 @@ def test_a_start_is_named_by_its_content(tiny_bert, tiny_params, tmp_path):
     for name, seed in (("one", 1), ("two", 1), ("three", 2)):
         trained(tiny_bert, tiny_params(), tmp_path / name, seed)
         hashes.append(start_sha256(tmp_path / name))
-    assert hashes[0] == hashes[1] != hashes[2] and len(hashes[0]) == 64
+    assert hashes[0] == hashes[1] != hashes[2]
+    assert len(hashes[0]) == 64

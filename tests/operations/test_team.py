@@ -83,9 +83,8 @@ def test_a_team_trains_promotes_serves_and_pulls(team: Any) -> None:
         "mlflow"
     ][:20]
     assert any(key.startswith("unidec/files/md5/") for key in listed["dvc"])
-    assert team.project.git("status", "--porcelain") == "" and team.project.git(
-        "tag", "--points-at", "HEAD"
-    )
+    assert team.project.git("status", "--porcelain") == ""
+    assert team.project.git("tag", "--points-at", "HEAD")
 
     # served, with its key
     team.start("serve", f"http://127.0.0.1:{team.port['serve']}/readyz")

@@ -383,7 +383,8 @@ def test_degenerate_sizes(tiny_params):
     params = tiny_params(**{"pool.batch_size": 512})
     for labels, queries, tokens in ((1, 1, 1), (1, 5000, 512), (10**9, 1, 32)):
         plan = plan_memory(params, Sizes.given(labels, queries, tokens), {"device": GIB})
-        assert all(amount.num_bytes >= 0 for amount in plan.amounts) and plan.state_bytes > 0
+        assert all(amount.num_bytes >= 0 for amount in plan.amounts)
+        assert plan.state_bytes > 0
 
 
 def test_places(tiny_params, data):
@@ -394,7 +395,8 @@ def test_places(tiny_params, data):
 
     here = planned({})
     there = planned({"device": GIB})
-    assert here.peak("device")[1] == 0 and there.peak("device")[1] > 0
+    assert here.peak("device")[1] == 0
+    assert there.peak("device")[1] > 0
     assert here.state_bytes == there.state_bytes
     for place in ("host", "disk"):
         moved = planned({"device": GIB}, **{"run.table_place": place})
@@ -414,11 +416,14 @@ def test_places_and_phases_of_a_plan():
         return Plan(amounts, "cuda", "", free)
 
     found = with_free()
-    assert found.peak("device") == ("refresh", 170) and found.needed("device")["step"] == 150
-    assert found.peak("host")[1] == 0 and found.peak("disk")[1] == 7
+    assert found.peak("device") == ("refresh", 170)
+    assert found.needed("device")["step"] == 150
+    assert found.peak("host")[1] == 0
+    assert found.peak("disk")[1] == 7
     exact = int(170 / (1 - MARGIN)) + 1
     assert with_free(device=exact - 2, disk=1000).shortages == {"device": 170 / (exact - 2)}
-    assert not with_free(device=exact, disk=1000).shortages and not with_free(device=None).shortages
+    assert not with_free(device=exact, disk=1000).shortages
+    assert not with_free(device=None).shortages
 
 
 def test_a_small_training_is_one_line():
@@ -435,7 +440,9 @@ def test_a_small_training_is_one_line():
 
 
 def test_amounts_in_words():
-    assert gib(0) == "0.00 MiB" and gib(1 << 30) == "1.00 GiB" and gib(5 << 20) == "5.00 MiB"
+    assert gib(0) == "0.00 MiB"
+    assert gib(1 << 30) == "1.00 GiB"
+    assert gib(5 << 20) == "5.00 MiB"
 
 
 # -- on a working folder, and by hand
@@ -476,9 +483,13 @@ def test_the_training_here_fits(ingested):
     params = ingested.params()
     check_fits(params)
     planned = plan_memory(params)
-    assert not planned.short and planned.device == "cpu" and planned.lines()[-1].startswith("fits")
+    assert not planned.short
+    assert planned.device == "cpu"
+    assert planned.lines()[-1].startswith("fits")
     sizes = stored_sizes(params)
-    assert (sizes.num_queries, sizes.num_train, sizes.num_labels) == (2500, 1900, 4497)
+    assert sizes.num_queries == 2500
+    assert sizes.num_train == 1900
+    assert sizes.num_labels == 4497
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
@@ -534,8 +545,11 @@ def test_by_hand(run_cli, papers):
     assert lines[-1] == "fix: --set run.recompute=true"
     code, out, _ = run_cli("plan", *BY_HAND, "--device-memory", "16GiB", "--json")
     result = json.loads(out)
-    assert code == 1 and result["advice"] == {"run.recompute": True} and not result["fits"]
-    assert 4 < result["state_bytes"] / GIB < 6 and result["peaks"]["device"][0] == "step"
+    assert code == 1
+    assert result["advice"] == {"run.recompute": True}
+    assert not result["fits"]
+    assert 4 < result["state_bytes"] / GIB < 6
+    assert result["peaks"]["device"][0] == "step"
     assert {item["place"] for item in result["estimate"]["amounts"]} == {"device", "host", "disk"}
 
 
@@ -580,7 +594,8 @@ def test_the_papers_setting():
     found = plan_of(paper_params(), free=roomy(44.7))
     assert found.step == "1,098 queries, 3,000 labels, bf16"
     assert 4 * GIB < found.state_bytes < 6 * GIB
-    assert not found.shortages and plan_of(paper_params(), free=roomy(24)).shortages
+    assert not found.shortages
+    assert plan_of(paper_params(), free=roomy(24)).shortages
 
 
 @pytest.mark.parametrize(("recipe", "tokens"), [("unidec-gpu", 32), ("unidec-gpu-long", 128)])

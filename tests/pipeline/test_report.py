@@ -38,7 +38,8 @@ def test_the_card_against_loops(
         for label in tiny_dataset.relevance[row].indices:
             counts[label] += 1
     train = [tiny_dataset.relevance[row].nnz for row in tiny_dataset.rows("train")]
-    assert card["labels"] == len(counts) and card["train queries"] == len(train)
+    assert card["labels"] == len(counts)
+    assert card["train queries"] == len(train)
     trained = set(tiny_dataset.relevance[tiny_dataset.rows("train")].indices.tolist())
     assert card["labels without training queries"] == len(counts) - len(trained)
     expected = [
@@ -93,7 +94,8 @@ def test_examples_are_the_largest_gains_and_losses_against_loops(with_baseline: 
         wanted = sorted(
             (g for g in gain.values() if not with_baseline or sign * g > 0), key=lambda g: -sign * g
         )[:6]
-        assert [one["gain"] for one in found[name]] == pytest.approx(wanted) and len(wanted) > 3
+        assert [one["gain"] for one in found[name]] == pytest.approx(wanted)
+        assert len(wanted) > 3
         for one in found[name]:
             assert gain[one["query"]] == pytest.approx(one["gain"])
             row = int(one["query"].split()[1])
@@ -121,6 +123,7 @@ def test_what_is_served_is_first_and_named(
 ) -> None:
     result = {"test": {"P@1": 9.0}, **{name: {"P@1": float(i)} for i, name in enumerate(parts)}}
     shown = stage._systems(result, heads)
-    assert list(shown) == names and shown[names[0]]["P@1"] == 9.0
+    assert list(shown) == names
+    assert shown[names[0]]["P@1"] == 9.0
     if "heads" in parts:
         assert shown[heads] == result["heads"]

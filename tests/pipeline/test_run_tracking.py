@@ -38,7 +38,8 @@ def test_parameters_are_those_that_decide_the_model():
     } <= sections
     assert not sections & {"run", "source", "retrain", "gate", "drift", "serve", "tracking", "warm"}
     assert warm.keys() - cold.keys() == {f"warm.{key}" for key in Warm.model_fields}
-    assert all(FLAT[key] == value for key, value in warm.items()) and "data.path" not in warm
+    assert all(FLAT[key] == value for key, value in warm.items())
+    assert "data.path" not in warm
 
 
 def test_figures_of_steps_have_a_place():

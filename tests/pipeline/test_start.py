@@ -155,7 +155,8 @@ def test_from_the_champion(work):
     assert json.loads(paths.START.read_bytes()) == note
     assert checked_sha256(paths.BUNDLES / sha256[:16]) == sha256
     before = paths.START.read_bytes()
-    assert pipeline.choose_start(work.params()) == found and paths.START.read_bytes() == before
+    assert pipeline.choose_start(work.params()) == found
+    assert paths.START.read_bytes() == before
     assert start_tags() == {
         "start.kind": "warm",
         "start.model": "unidec",
@@ -170,7 +171,8 @@ def test_without_a_champion(work):
     assert pipeline.choose_start(work.params()) == ChosenStart(
         kind="cold", reason="unidec has no champion yet"
     )
-    assert paths.START.read_bytes() == COLD and start_tags() == {"start.kind": "cold"}
+    assert paths.START.read_bytes() == COLD
+    assert start_tags() == {"start.kind": "cold"}
     named = work.params(**{"tracking.model_name": "another"})
     assert pipeline.choose_start(named).reason == "another has no champion yet"
     with pytest.raises(
@@ -196,7 +198,8 @@ UNFIT = {"encoder.bag_words": 8, "model.dim": 8}
 def test_a_champion_that_does_not_fit(work, key):
     params = work.params(**{key: UNFIT[key]})
     found = pipeline.choose_start(params)
-    assert found.kind == "cold" and found.reason == f"the champion, version 1, has another {key}"
+    assert found.kind == "cold"
+    assert found.reason == f"the champion, version 1, has another {key}"
     with pytest.raises(ConfigError, match=rf"another {key}(.|\n)*retrain.start: cold"):
         pipeline.choose_start(params, "warm")
 
@@ -327,7 +330,9 @@ def test_what_a_model_has_seen_is_recorded_and_known_of_older_ones_where_possibl
     first = write_dataset("first", tiny_raw, validation_share=0.2)
     own = np.flatnonzero(first.split_N != 2)
     found = seen.of_bundle(work.bundle, XMCDataset.open("data/dataset"))
-    assert found is not None and found.complete and found.among(first, own).all()
+    assert found is not None
+    assert found.complete
+    assert found.among(first, own).all()
     older = without_record(work.bundle, work.folder / "older")
     by_votes = Bundle.load(work.bundle).neighbours is not None
     by_data = seen.of_bundle(older, XMCDataset.open(made / "first_dataset"))
@@ -488,7 +493,8 @@ def test_two_processes_start_warm_too(work, monkeypatch):
     run = pipeline.start_run(params)
     assert run.launcher is launch.torchrun
     fit(run)
-    assert run.epoch == 1 and "memory" in read_json_lines(run.folder / "rounds.jsonl")[0]
+    assert run.epoch == 1
+    assert "memory" in read_json_lines(run.folder / "rounds.jsonl")[0]
 
 
 # -- fetching
@@ -501,10 +507,8 @@ def test_a_damaged_copy_is_fetched_again(work):
     assert begun is not None
     (begun.model / "config.json").write_text("{}")
     again = open_start()
-    assert (
-        again is not None
-        and json.loads((again.model / "config.json").read_text())["num_labels"] == 40
-    )
+    assert again is not None
+    assert json.loads((again.model / "config.json").read_text())["num_labels"] == 40
 
 
 def test_found_by_hash_where_the_version_is_another(work):

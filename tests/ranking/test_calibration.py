@@ -95,7 +95,9 @@ def test_a_higher_score_is_never_less_likely(rng: np.random.Generator) -> None:
         for scores in (at, at.reshape(50, 10)):
             likely = found.of(scores)
             assert likely.dtype == np.float64 and likely.shape == scores.shape
-            assert (np.diff(likely.ravel()) >= 0).all() and likely.min() > 0 and likely.max() < 1
+            assert (np.diff(likely.ravel()) >= 0).all()
+            assert likely.min() > 0
+            assert likely.max() < 1
         assert found.of(np.array([-np.inf, np.inf])).tolist() == found.of(at[[0, -1]] * 99).tolist()
 
 
@@ -106,7 +108,8 @@ def test_one_score_all_relevant_none_and_too_few() -> None:
     assert found == Calibration(scores=[0.25], probabilities=[0.5])
     rising = np.arange(300, dtype=np.float32).reshape(30, 10)
     sure = fit_calibration(rising, np.ones((30, 10), dtype=bool))
-    assert sure is not None and 0.95 < sure.of(rising).min() <= sure.of(rising).max() < 1
+    assert sure is not None
+    assert 0.95 < sure.of(rising).min() <= sure.of(rising).max() < 1
     assert fit_calibration(rising, np.zeros((30, 10), dtype=bool)) is None
     few = np.arange(300).reshape(30, 10) >= 300 - LEAST_RELEVANT
     assert fit_calibration(rising, few) is not None
@@ -122,7 +125,8 @@ def test_it_is_the_same_out_of_json(rng: np.random.Generator) -> None:
     assert found is not None
     again = Calibration.model_validate_json(json.dumps(found.model_dump()))
     at = rng.normal(size=200)
-    assert again == found and again.of(at).tolist() == found.of(at).tolist()
+    assert again == found
+    assert again.of(at).tolist() == found.of(at).tolist()
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,8 @@ def test_scores_are_exact_and_most_is_found(rng, kind):
     )
     exact = np.take_along_axis(queries @ vectors.T, labels, axis=1)
     np.testing.assert_allclose(scores, exact, rtol=1e-4, atol=1e-4)
-    assert (np.diff(scores, axis=1) <= 0).all() and all(
-        len(set(row)) == 15 for row in labels.tolist()
-    )
+    assert (np.diff(scores, axis=1) <= 0).all()
+    assert all(len(set(row)) == 15 for row in labels.tolist())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,7 +80,8 @@ def test_few_labels_are_all_found(rng, kind, num_labels, dim):
     scores, labels = index.search(queries, num_labels + 2)
     wanted_scores, wanted = slow_search(queries, vectors, num_labels)
     assert recall_with_ties(labels, wanted, scores, wanted_scores.astype(np.float32)) == 1.0
-    assert (labels[:, num_labels:] == -1).all() and np.isneginf(scores[:, num_labels:]).all()
+    assert (labels[:, num_labels:] == -1).all()
+    assert np.isneginf(scores[:, num_labels:]).all()
 
 
 @pytest.mark.parametrize("kind", sorted(COMPRESSED))
@@ -100,7 +100,9 @@ def test_more_candidates_find_more(rng):
         recall(index.with_options(rescore=factor).search(queries, 100)[1], wanted)
         for factor in (1, 4, 16)
     ]
-    assert found == sorted(found) and found[0] < found[2] and found[2] > 0.97
+    assert found == sorted(found)
+    assert found[0] < found[2]
+    assert found[2] > 0.97
     assert index.options.rescore == 1
 
 
@@ -112,7 +114,9 @@ def test_saved_and_mapped_it_answers_the_same(rng, tmp_path, kind):
     path = tmp_path / "index.faiss"
     index.save(path)
     loaded = LabelIndex.load(path, LABELS, DIM, kind, index.options, vectors)
-    assert (loaded.num_labels, loaded.dim, loaded.kind) == (LABELS, DIM, kind)
+    assert loaded.num_labels == LABELS
+    assert loaded.dim == DIM
+    assert loaded.kind == kind
     for got, expected in zip(loaded.search(queries, 7), index.search(queries, 7), strict=True):
         assert np.array_equal(got, expected)
     LabelIndex.build(vectors, kind, **THOROUGH).save(tmp_path / "again.faiss")
@@ -172,7 +176,8 @@ def test_a_flipped_byte_never_breaks_the_process(rng, tmp_path, kind):
             refused += 1
             continue
         labels = index.search(queries, 6)[1]
-        assert labels.max() < 120 and labels.min() >= -1
+        assert labels.max() < 120
+        assert labels.min() >= -1
     assert refused > 20
 
 

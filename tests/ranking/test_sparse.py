@@ -62,7 +62,8 @@ def test_products_of_sparse_rows(rng, dense, shape):
         )
     )
     got = dense_votes(SparseRows(other).product(left.astype(np.float32)))
-    assert got.dtype == np.float32 and got.shape == (num_queries, num_columns)
+    assert got.dtype == np.float32
+    assert got.shape == (num_queries, num_columns)
     np.testing.assert_allclose(got, left.toarray() @ other.toarray(), rtol=1e-5, atol=1e-6)
 
 

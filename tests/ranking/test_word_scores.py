@@ -143,7 +143,8 @@ def test_candidates_are_the_best_by_each_score(voters, monkeypatch):
             }
             wanted |= certain
     got = scores.candidates()
-    assert (np.diff(got) > 0).all() and wanted <= set(got.tolist())
+    assert (np.diff(got) > 0).all()
+    assert wanted <= set(got.tolist())
     assert len(got) <= 6 * (2 + 1 + 3)
 
 
@@ -155,7 +156,9 @@ def training_data(voters: Neighbours, rng: np.random.Generator, num: int) -> Nei
     shared = np.array([[len(set(text) & set(title.split())) for title in TITLES] for text in texts])
     space = voters.words
     place = {title: row for row, title in enumerate(TITLES)}
-    assert space is not None and voters.label_words_LF is not None and len(place) == len(TITLES)
+    assert space is not None
+    assert voters.label_words_LF is not None
+    assert len(place) == len(TITLES)
     unit = np.zeros((num, space.num_columns), dtype=np.float32)
     for row, text in enumerate(texts):  # a mean of labels' vectors that have the word
         for word in text:
@@ -194,9 +197,8 @@ def test_the_network_by_words_ranks_better_than_each_score(voters, rng, monkeypa
     scorer = WordScorer(trained, VOTING)
     none = np.zeros(0, np.int64)
     network = fit_word_network(scorer, none)
-    assert network is not None and len(network.mean) == len(WORD_FEATURES) * (
-        2 if data.words.head else 1
-    )
+    assert network is not None
+    assert len(network.mean) == len(WORD_FEATURES) * (2 if data.words.head else 1)
     scores = scorer.score(data.vectors_MD[new])
     truth = data.labels_ML[new].toarray() > 0
 
@@ -205,9 +207,8 @@ def test_the_network_by_words_ranks_better_than_each_score(voters, rng, monkeypa
 
     ranked = network.scores(scores.features(*every_pair(len(new)))).reshape(truth.shape)
     parts = [dense_votes(part) for part in (scores.votes, scores.by_label, scores.by_queries)]
-    assert (
-        first_is_right(ranked) >= max(map(first_is_right, parts)) and first_is_right(ranked) > 0.9
-    )
+    assert first_is_right(ranked) >= max(map(first_is_right, parts))
+    assert first_is_right(ranked) > 0.9
     assert network == fit_word_network(scorer, none) != fit_word_network(scorer, none, seed=1)
     monkeypatch.setattr(fusion, "_QUERIES_AT_ONCE", 7)  # blocks change nothing but rounding
     np.testing.assert_allclose(fit_word_network(scorer, none).mean, network.mean, atol=1e-4)
@@ -273,4 +274,5 @@ def test_first_words_are_read_as_if_texts_ended_there(tmp_path, rng, monkeypatch
     assert scorer.queries_at_once == WordScorer(alone, VOTING).queries_at_once == 256
     monkeypatch.setattr(fusion, "_BLOCK_SCORES", 60 * len(TITLES))
     # twice as many scores
-    assert (scorer.queries_at_once, WordScorer(alone, VOTING).queries_at_once) == (10, 20)
+    assert scorer.queries_at_once == 10
+    assert WordScorer(alone, VOTING).queries_at_once == 20

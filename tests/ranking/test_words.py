@@ -96,9 +96,9 @@ def test_as_dictionaries_of_strings_say(rng, tiny_bert, vocabulary, num_texts, n
         assert len(idf) < len({feature for text in pieces for feature in features_of(text)})
     own = space.vectors(*ragged(texts))
     found = space.vectors(*ragged(others))
-    assert (
-        own.dtype == np.float32 and own.shape == (num_texts, len(idf)) and found.has_sorted_indices
-    )
+    assert own.dtype == np.float32
+    assert own.shape == (num_texts, len(idf))
+    assert found.has_sorted_indices
     slow_own, slow_found = (
         [slow_vector(text, idf) for text in group] for group in (pieces[:60], strange)
     )
@@ -144,10 +144,8 @@ def test_the_largest_of_each_row_and_the_first_of_equals(rng, levels):
         for row, got, at in zip(score, values, columns, strict=True):
             best = [j for j in sorted(range(17), key=lambda j: (-row[j], j)) if row[j] > 0][:num]
             missing = num - len(best)
-            assert (
-                at.tolist() == best + [-1] * missing
-                and got.tolist() == row[best].tolist() + [0.0] * missing
-            )
+            assert at.tolist() == best + [-1] * missing
+            assert got.tolist() == row[best].tolist() + [0.0] * missing
 
 
 def test_neighbours_by_words_as_a_loop_says(rng, tiny_bert, vocabulary, monkeypatch):
@@ -208,7 +206,8 @@ def test_neighbours_by_words_as_a_loop_says(rng, tiny_bert, vocabulary, monkeypa
             np.linalg.inv(kernel[np.ix_(near, near)] + np.eye(len(near))) @ row[near] @ target[near]
         )
         np.testing.assert_allclose(got, np.maximum(expected, 0), atol=1e-5)
-    assert (more.nearest(query, 58)[1] >= 50).any() and more.num_queries == 50
+    assert (more.nearest(query, 58)[1] >= 50).any()
+    assert more.num_queries == 50
     with pytest.raises(ValueError, match="a column for each word"):
         Neighbours(
             own[:, 1:], csr_matrix(labels), range_of("q", 50), range_of("t", 50), "square", space

@@ -106,7 +106,8 @@ def test_a_client_alone_never_waits_and_those_who_came_together_wait_for_others(
         await asyncio.gather(submit(batches, "e", [10]), submit(batches, "e", [11]))
         first = submit(batches, "e", [20])
         await asyncio.sleep(0.01)
-        assert await submit(batches, "e", [21]) == [42] and await first == [40]
+        assert await submit(batches, "e", [21]) == [42]
+        assert await first == [40]
         assert model.batches[-1][1] == [20, 21]
         await batches.stop()
 
@@ -225,7 +226,9 @@ def test_a_request_that_fails_fails_alone() -> None:
         ]
         model.gate.set()
         answers = await asyncio.gather(*(job for job in jobs), return_exceptions=True)
-        assert answers[0] == [0] and answers[1] == [2] and answers[3] == [4]
+        assert answers[0] == [0]
+        assert answers[1] == [2]
+        assert answers[3] == [4]
         assert isinstance(answers[2], ValueError)
         assert await submit(batches, "e", [5]) == [10], "the thread lives"
         await batches.stop()

@@ -143,14 +143,16 @@ def test_feedback_buttons(tab: Any, server: Any) -> None:
 def test_labels_while_typing(tab: Any, server: Any) -> None:
     search(tab, server, "old red house", 10)
     want = [label["title"] for label in server.ranked({"k": 10}, "old red house")]
-    assert tab.ask(TITLES) == want and want[0] == "old red house"
+    assert tab.ask(TITLES) == want
+    assert want[0] == "old red house"
     assert server.bodies[-1] == {"queries": ["old red house"], "k": 10}
     scores = tab.ask(f"{ROWS}.map((row) => row.querySelector('.score').firstChild.textContent)")
     first = server.ranked({"k": 10}, "old red house")[0]
     assert scores[0] == f"{first['score']:.3f}"
     # what a score means is seen, told on hover, and read aloud
     likely = tab.ask(f"{ROWS}.map((row) => row.querySelector('.score small').textContent)")
-    assert likely[0] == f"{100 * first['probability']:.0f} %" and "< 1 %" in likely
+    assert likely[0] == f"{100 * first['probability']:.0f} %"
+    assert "< 1 %" in likely
     hint = tab.ask(f"{ROWS}[0].querySelector('.score small').title")
     assert hint.startswith("probability that this label is right: ") and "validation split" in hint
     assert f"right with a probability of {likely[0]}" in tab.ask(
@@ -182,7 +184,8 @@ def test_a_late_answer_never_replaces_a_newer_one(tab: Any, server: Any) -> None
     tab.until(f"{ROWS}.length === 10 && document.title.startsWith('red boat')")
     tab.until(IDLE)
     first = tab.ask(TITLES)
-    assert first[0] == "red boat" and server.bodies[0]["queries"] == ["red"]
+    assert first[0] == "red boat"
+    assert server.bodies[0]["queries"] == ["red"]
     server.held = False
     tab.ask("new Promise((done) => setTimeout(done, 300))")
     assert (
@@ -234,7 +237,8 @@ def test_where_a_fusion_ranks_the_bars_follow_its_score(tab: Any, server: Any) -
     )
     chances = [1 / (1 + math.exp(-label["score"])) for label in labels]
     for [[kind, width]], chance in zip(bars, chances, strict=True):
-        assert kind == "fused" and width == pytest.approx(100 * chance / chances[0], abs=0.01)
+        assert kind == "fused"
+        assert width == pytest.approx(100 * chance / chances[0], abs=0.01)
     assert tab.ask(
         "[...document.querySelectorAll('#legend li')].map((one) => one.textContent)"
     ) == ["learnt fusion of all parts"]
@@ -271,14 +275,16 @@ def test_keyboard_alone(tab: Any, server: Any) -> None:
     assert tab.ask("document.querySelector('#why')") is None and tab.ask(FOCUS) == best[1]
     tab.press("Delete")
     tab.until(f"!{ROWS}.some((row) => row.closest('li').dataset.uid === '{best[1]}')")
-    assert server.bodies[-1]["deny"] == [best[1]] and tab.ask(FOCUS) == best[2]
+    assert server.bodies[-1]["deny"] == [best[1]]
+    assert tab.ask(FOCUS) == best[2]
     tab.press("Escape")
     assert tab.ask(FOCUS) == "query"
     tab.press("ArrowDown", "ArrowUp")
     assert tab.ask(FOCUS) == "query"
     tab.press("ArrowDown")
     tab.type("/")
-    assert tab.ask(FOCUS) == "query" and tab.ask("getSelection().toString()") == "red"
+    assert tab.ask(FOCUS) == "query"
+    assert tab.ask("getSelection().toString()") == "red"
 
 
 def test_why_shows_tokens_and_training_queries_as_text(tab: Any, server: Any) -> None:
@@ -518,7 +524,10 @@ def test_everything_that_can_be_used_has_a_name(tab: Any, server: Any) -> None:
         re.fullmatch(r"1\. red \w+, score .+: dual encoder .+, classifier .+", name)
         for name in seen["button"]
     )
-    assert "status" in seen and "alert" in seen and "main" in seen and "complementary" in seen
+    assert "status" in seen
+    assert "alert" in seen
+    assert "main" in seen
+    assert "complementary" in seen
 
 
 @pytest.fixture(scope="module")
@@ -546,7 +555,8 @@ def test_the_page_and_the_server_fit(chromium: Any, real: Any) -> None:
     examples = chromium.ask(
         "[...document.querySelectorAll('#start button')].map((one) => one.textContent)"
     )
-    assert len(examples) == 6 and len(set(examples)) == 6
+    assert len(examples) == 6
+    assert len(set(examples)) == 6
     typed(chromium, f"{text} unknownword", 10)
     assert "1 token of the query unknown" in chromium.ask(
         "document.querySelector('#status').textContent"
@@ -564,7 +574,8 @@ def test_the_page_and_the_server_fit(chromium: Any, real: Any) -> None:
         "[...document.querySelectorAll('#why .near li span:first-child')].map((one) => "
         "one.textContent)"
     )
-    assert near[0].removesuffix(" ✓") == text and len(near) == 5
+    assert near[0].removesuffix(" ✓") == text
+    assert len(near) == 5
     tokens = chromium.ask(
         "[...document.querySelectorAll('#why .tokens li')].map((one) => [one.textContent, "
         "one.className])"
@@ -576,7 +587,9 @@ def test_the_page_and_the_server_fit(chromium: Any, real: Any) -> None:
     adds = [float(cell.replace("−", "-")) for cell in sums[1:]]
     assert sum(adds[:-1]) == pytest.approx(adds[-1], abs=2e-3)
     facts = chromium.ask("document.querySelector('#facts').innerText")
-    assert real.engine.identity.sha256[:12] in facts and "60 queries" in facts and "400" in facts
+    assert real.engine.identity.sha256[:12] in facts
+    assert "60 queries" in facts
+    assert "400" in facts
     # one head alone, a label to choose from, a limit of the server
     chromium.click("#head label:nth-of-type(3)")
     chromium.until("document.querySelectorAll('#legend li').length === 1")

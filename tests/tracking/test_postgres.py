@@ -198,6 +198,7 @@ def test_prefects_server_on_postgres(postgres, tmp_path):
         )
         with urllib.request.urlopen(request, timeout=20) as answer:
             (run,) = json.load(answer)
-        assert run["state_type"] == "COMPLETED" and run["parameters"] == {"n": 3}
+        assert run["state_type"] == "COMPLETED"
+        assert run["parameters"] == {"n": 3}
     finally:
         stop(process)

@@ -112,7 +112,8 @@ def test_one_version_a_bundle_with_card_tags_and_alias(
     ]
 
     kept = client.get_model_version_by_alias("one", "challenger")
-    assert kept.run_id == run_id and kept.tags["dataset.sha256"] == "d" * 64
+    assert kept.run_id == run_id
+    assert kept.tags["dataset.sha256"] == "d" * 64
     assert kept.tags["bundle.sha256"] == folder_sha256(bundle)
     assert "| P@1 | 45.00 |" in kept.description and "head/" not in kept.description
     in_order = ("| P@1 |", "- data set: tiny", "load_model", kept.tags["bundle.sha256"])
@@ -126,10 +127,8 @@ def test_one_version_a_bundle_with_card_tags_and_alias(
         )
         model = mlflow.pyfunc.load_model("models:/one@challenger")
         found = model.predict(pd.DataFrame({"query": ["an editor", "x"]}), params={"k": 3})
-        assert (
-            list(found["label"]) == ["vim", "nano", "emacs"] * 2
-            and list(found["rank"]) == [1, 2, 3] * 2
-        )
+        assert list(found["label"]) == ["vim", "nano", "emacs"] * 2
+        assert list(found["rank"]) == [1, 2, 3] * 2
         # the default k is above the labels
         assert len(model.predict(pd.DataFrame({"query": ["an editor"]}))) == 4
         several = (
@@ -373,8 +372,10 @@ def test_a_real_model_loads_elsewhere_and_is_served(uri, run_id, tmp_path, path_
     )
     *rows, package = done.stdout.strip().splitlines()[-4:]
     local, filtered, allowed = map(json.loads, rows)
-    assert [row["rank"] for row in local] == [1, 2, 3] and local[0]["label"] == "text-editor"
-    assert len(filtered) == 3 and "text-editor" not in [row["label"] for row in filtered]
+    assert [row["rank"] for row in local] == [1, 2, 3]
+    assert local[0]["label"] == "text-editor"
+    assert len(filtered) == 3
+    assert "text-editor" not in [row["label"] for row in filtered]
     assert [row["label"] for row in allowed] == ["music-player"]
     assert "/code/unidec/" in package  # what was logged, not what is installed here
 

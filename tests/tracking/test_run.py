@@ -75,13 +75,12 @@ def test_run_holds_parameters_data_set_tags_and_metrics(client, tmp_path):
     assert run.data.metrics["test/P_at_1"] == 41.0
     assert history(client, tracker, "loss") == [(step, 1 / (step + 1)) for step in range(2500)]
     dataset = run.inputs.dataset_inputs[0].dataset
-    assert (dataset.name, dataset.digest, json.loads(dataset.profile)) == (
-        "tiny",
-        "f" * 36,
-        {"num_queries": 7},
-    )
+    assert dataset.name == "tiny"
+    assert dataset.digest == "f" * 36
+    assert json.loads(dataset.profile) == {"num_queries": 7}
     assert json.loads(dataset.source) == {"uri": "data/dataset"}
-    assert run.data.tags["git.dirty"] == "false" and run.info.run_name == "run"
+    assert run.data.tags["git.dirty"] == "false"
+    assert run.info.run_name == "run"
     assert {file.path for file in client.list_artifacts(tracker.run_id, "report")} == {
         "report/loss.csv",
         "report/report.html",
@@ -107,7 +106,8 @@ def test_another_process_goes_on_with_the_run_and_doubles_nothing(client, tmp_pa
     later.log_final({"test/P@1": 1.0})
     later.log_final({"test/P@1": 2.0})  # evaluated again: the newest counts
     run = client.get_run(third.run_id)
-    assert run.data.tags["bundle"] == "abc" and run.data.metrics["test/P_at_1"] == 2.0
+    assert run.data.tags["bundle"] == "abc"
+    assert run.data.metrics["test/P_at_1"] == 2.0
 
 
 def test_a_store_that_is_away_stops_nothing_and_gets_everything_later(
@@ -126,7 +126,8 @@ def test_a_store_that_is_away_stops_nothing_and_gets_everything_later(
     later.finish("FAILED")
     assert history(client, later, "loss") == [(step, float(step)) for step in range(6)]
     run = client.get_run(later.run_id)
-    assert run.info.status == "FAILED" and len(run.data.params) == len(PARAMS)
+    assert run.info.status == "FAILED"
+    assert len(run.data.params) == len(PARAMS)
     assert not tracking.is_behind(tmp_path)
 
 
@@ -149,7 +150,8 @@ def test_another_store_gets_the_whole_history(client, tmp_path, monkeypatch):
     second.log(1, {"loss": 1.0})
     second.finish()
     other = open_client(tracking_uri())
-    assert history(other, second, "loss") == [(0, 0.0), (1, 1.0)] and second.run_id != first.run_id
+    assert history(other, second, "loss") == [(0, 0.0), (1, 1.0)]
+    assert second.run_id != first.run_id
     assert other.get_run(second.run_id).data.tags["told"] == "once"
 
 
@@ -204,7 +206,8 @@ def test_no_run_was_begun(tmp_path):
     tracker.log_files([tmp_path])
     tracker.set_tags({"a": "b"})
     tracker.finish()
-    assert tracker.run_id is None and list(tmp_path.iterdir()) == []
+    assert tracker.run_id is None
+    assert list(tmp_path.iterdir()) == []
 
 
 # three processes that are forked with everything imported, and start as one writes to their pipe
@@ -271,12 +274,14 @@ def test_code_tags_and_dvc_hash(tmp_path):
     with (tmp_path / "dvc.lock").open("a") as lock:
         lock.write("# rewritten by the pipeline\n")
     tags = code_tags(tmp_path)
-    assert tags["git.dirty"] == "false" and len(tags["mlflow.source.git.commit"]) == 40
+    assert tags["git.dirty"] == "false"
+    assert len(tags["mlflow.source.git.commit"]) == 40
     assert len(tags["dvc.lock.sha256"]) == 64
     (tmp_path / "unidec" / "code.py").write_text("2\n")
     assert code_tags(tmp_path)["git.dirty"] == "true"
     assert dvc_hash("data/dataset", tmp_path) == "0ab.dir"
-    assert dvc_hash("data/other", tmp_path) is None and dvc_hash("x", tmp_path / "none") is None
+    assert dvc_hash("data/other", tmp_path) is None
+    assert dvc_hash("x", tmp_path / "none") is None
 
 
 @pytest.mark.parametrize("note", [b"[1]", b"3", b'{"run_id": "\xff"}', b'{"run_key": "x"}', b"{"])

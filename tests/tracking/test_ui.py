@@ -124,7 +124,8 @@ def test_a_port_that_is_in_use_is_named(project):
         port = taken.getsockname()[1]
         ui = run_ui(project, project / "programs", port, free_port())
         text, _ = ui.communicate(timeout=60)
-    assert ui.returncode == 1 and f"make ui PORT_MLFLOW={port + 1}" in text
+    assert ui.returncode == 1
+    assert f"make ui PORT_MLFLOW={port + 1}" in text
 
 
 def test_a_run_has_an_address_where_a_server_is_named(project, monkeypatch):

@@ -159,10 +159,8 @@ def test_importance_is_the_inverse_propensity_of_the_label(make_batches, tiny_da
             targets.importance_P.numpy(), expected[batch.pool.pool_S[targets.col_P.numpy()]]
         )
     tail = make_batches(**{"pool.positives": "tail"})
-    assert (
-        tail.inverse_L is not None
-        and tail.prepare(tail.rows[:9], 0, 0, None).targets.importance_P is None
-    )
+    assert tail.inverse_L is not None
+    assert tail.prepare(tail.rows[:9], 0, 0, None).targets.importance_P is None
 
 
 def test_nothing_to_train_on(raw_factory, tmp_path):

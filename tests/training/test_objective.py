@@ -107,7 +107,8 @@ def test_the_dual_encoder_over_all_labels(open_trainer, tiny_dataset, clf_labels
     drawn = trainer.batches.sampler.batch(
         rows, epoch=0, step=0, shortlist_NH=trainer.made.negatives
     ).pool_S
-    assert set(drawn) <= set(seen) and (len(seen) > len(drawn)) == (clf_labels != "pool")
+    assert set(drawn) <= set(seen)
+    assert (len(seen) > len(drawn)) == (clf_labels != "pool")
     expected = slow_ds(clf[:, seen], positive[:, seen], ignored[:, seen])
     assert found["loss_clf"] == pytest.approx(0.7 * expected, rel=1e-4)
 
@@ -199,7 +200,8 @@ def test_rows_are_dropped_in_training_alone(open_trainer, monkeypatch):
     dropped = seen[0] == 0
     assert 0.1 < float(dropped.float().mean()) < 0.4
     torch.testing.assert_close(seen[0], (whole / 0.75).masked_fill(dropped, 0.0))
-    assert not leaf.grad[dropped].any() and leaf.grad[~dropped].any()
+    assert not leaf.grad[dropped].any()
+    assert leaf.grad[~dropped].any()
     trainer.optimisers.zero_grad()
     trainer.model.eval()
     losses_of(trainer, batch)
@@ -249,7 +251,8 @@ def test_a_row_is_its_labels_text_and_a_free_vector(open_trainer, tiny_dataset, 
         weight * expected, rel=1e-4
     )
     used, leaf = trainer.model.table.used
-    assert used.tolist() == seen.tolist() and leaf.grad.abs().sum() > 0
+    assert used.tolist() == seen.tolist()
+    assert leaf.grad.abs().sum() > 0
     # the labels' words train too, also with a classifier alone
     words = set(
         np.concatenate(
@@ -405,4 +408,5 @@ def test_products_in_bfloat16_and_losses_in_float32(open_trainer, monkeypatch, c
     for exact, rough in zip(losses[0].values(), losses[1].values(), strict=True):
         assert rough != exact and rough == pytest.approx(exact, rel=0.02)
     for exact, rough in zip(*grads, strict=True):
-        assert rough.dtype == torch.float32 and torch.cosine_similarity(rough, exact, dim=0) > 0.995
+        assert rough.dtype == torch.float32
+        assert torch.cosine_similarity(rough, exact, dim=0) > 0.995

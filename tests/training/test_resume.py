@@ -162,7 +162,9 @@ def test_a_signal_ends_the_step_and_saves(open_trainer, monkeypatch, number):
         signal.signal(number, before)
     assert seen == [(number, 6)]
     resumed = open_trainer("parts", **DROPOUTS)
-    assert (resumed.at.epoch, resumed.at.epoch_step, resumed.at.step) == (1, 2, 6)
+    assert resumed.at.epoch == 1
+    assert resumed.at.epoch_step == 2
+    assert resumed.at.step == 6
     assert_same(train_to_the_end(resumed), whole)
 
 
@@ -285,15 +287,16 @@ def test_with_patience_it_ends_early_and_killed_anywhere_with_the_same_bits(
     open_trainer, monkeypatch, cuts
 ):
     whole = run_with_patience(open_trainer("whole", **PATIENT))
-    assert (whole.at.epoch, whole.at.step) == (10, 10 * whole.steps_per_epoch) and whole.finished
+    assert whole.at.epoch == 10
+    assert whole.at.step == 10 * whole.steps_per_epoch
+    assert whole.finished
     rates = [
         json.loads(line)["lr_heads"]
         for line in (whole.run_dir / "history.jsonl").read_text().splitlines()
     ]
     last = 8 * whole.steps_per_epoch
-    assert len(set(rates[whole.steps_per_epoch : last + 1])) == 1 and all(
-        a > b for a, b in pairwise(rates[last:])
-    )
+    assert len(set(rates[whole.steps_per_epoch : last + 1])) == 1
+    assert all(a > b for a, b in pairwise(rates[last:]))
     for cut in cuts:
         part = open_trainer("parts", **PATIENT)
         kill_at(part, monkeypatch, {cut})

@@ -73,7 +73,8 @@ def test_nan_stays_nan_and_the_largest_do_not_wrap():
     largest = float(torch.finfo(torch.float32).max)
     result = rounded([largest, -largest], 2000).float()
     top = float(torch.finfo(torch.bfloat16).max)
-    assert bool((result[:, 0] >= top).all()) and bool((result[:, 1] <= -top).all())
+    assert bool((result[:, 0] >= top).all())
+    assert bool((result[:, 1] <= -top).all())
 
 
 def test_small_updates_count_on_average(rng):
@@ -94,7 +95,8 @@ def test_small_updates_count_on_average(rng):
 def test_noise_is_uniform_and_differs_by_all_it_is_made_of():
     rows = torch.randperm(100_000)[:20_000]
     noise = row_noise(rows, 7, "a")
-    assert noise.shape == (20_000, 7) and noise.dtype == torch.int16
+    assert noise.shape == (20_000, 7)
+    assert noise.dtype == torch.int16
     for bits in (noise >> 8, noise & 0xFF):
         count = torch.bincount((bits.flatten().to(torch.int64)) & 0xFF, minlength=256).double()
         expected = noise.numel() / 256

@@ -77,7 +77,8 @@ def check_pairs(case, batch):
     ]
     assert batch.num_positives_B.tolist() == [int(case.positive[row].sum()) for row in batch.rows_B]
     dense = case.relevance.toarray()
-    assert batch.relevance_P.dtype == np.float32 and batch.sampled_P.dtype == bool
+    assert batch.relevance_P.dtype == np.float32
+    assert batch.sampled_P.dtype == bool
     assert batch.relevance_P.tolist() == [dense[batch.rows_B[i], pool[s]] for i, s in pairs]
 
 
@@ -119,7 +120,8 @@ def test_without_a_limit_the_pool_is_sampled_positives_and_hard_negatives(rng):
     sampled = sampled_labels(batch)
     for i, row in enumerate(rows):
         positives = set(np.flatnonzero(case.positive[row]).tolist())
-        assert sampled[i] <= positives and len(sampled[i]) == min(2, len(positives))
+        assert sampled[i] <= positives
+        assert len(sampled[i]) == min(2, len(positives))
     from_positives = set().union(*sampled.values())
     hard = set(batch.pool_S.tolist()) - from_positives
     assert hard <= set().union(*(case.allowed(row) for row in rows))
@@ -285,7 +287,8 @@ def test_a_pool_is_filled_up_by_labels_drawn_alike(rng, size):
         given = {"epoch": 0, "step": step, "shortlist_NH": case.shortlist}
         pool = sampler.batch(rows, **given)
         more = sampler.batch(rows, **given, up_to=24)
-        assert set(pool.pool_S) <= set(more.pool_S) and (np.diff(more.pool_S) > 0).all()
+        assert set(pool.pool_S) <= set(more.pool_S)
+        assert (np.diff(more.pool_S) > 0).all()
         assert sampled_labels(pool) == {
             row: own & set(pool.pool_S) for row, own in sampled_labels(more).items()
         }
@@ -362,7 +365,8 @@ def test_ties_at_the_limit_are_broken_at_random():
         pool = sampler.batch(np.arange(10), epoch=0, step=step, shortlist_NH=None).pool_S
         assert len(pool) == 3
         seen.update(pool.tolist())
-    assert len(seen) == 10 and max(seen.values()) < 200
+    assert len(seen) == 10
+    assert max(seen.values()) < 200
 
 
 @settings(max_examples=150, deadline=None, database=None)
@@ -443,7 +447,8 @@ def test_random_batches_change_by_epoch_and_repeat_for_the_same():
         return np.concatenate(random_batches(np.arange(50), 8, seed=seed, epoch=epoch)).tolist()
 
     assert flat(1) == flat(1)
-    assert flat(1) != flat(2) != list(range(50)) and flat(1) != flat(1, seed=1)
+    assert flat(1) != flat(2) != list(range(50))
+    assert flat(1) != flat(1, seed=1)
 
 
 def test_clustered_batches_are_the_clusters_in_another_order_each_epoch():
@@ -456,7 +461,8 @@ def test_clustered_batches_are_the_clusters_in_another_order_each_epoch():
         batches = [batch.tolist() for batch in clustered_batches(order, offsets, 0, epoch, 5)]
         assert sorted(batches) == sorted(expected)
         again = clustered_batches(order, offsets, 0, epoch, 5)
-        assert [batch.tolist() for batch in again] == batches and again[0].dtype == np.int64
+        assert [batch.tolist() for batch in again] == batches
+        assert again[0].dtype == np.int64
         orders.add(str(batches))
     assert len(orders) > 10  # of 24
 
@@ -491,7 +497,9 @@ def test_small_clusters_are_dealt_whole_to_batches_of_even_size(num_rows, cluste
         again = clustered_batches(order, offsets, seed=0, epoch=epoch, num_batches=count)
         assert [b.tolist() for b in batches] == [b.tolist() for b in again]
         sizes = [len(b) for b in batches]
-        assert len(batches) == count and max(sizes) <= batch and max(sizes) - min(sizes) <= 1
+        assert len(batches) == count
+        assert max(sizes) <= batch
+        assert max(sizes) - min(sizes) <= 1
         assert sorted(np.concatenate(batches).tolist()) == list(range(num_rows))
         held = [{of_row[int(row)] for row in b} for b in batches]
         assert sum(len(h) for h in held) == len(set().union(*held)), "no cluster is torn"

@@ -62,7 +62,8 @@ def test_the_bag_keeps_the_weights_of_its_start(two_stages):
     for name in ("embedding", "log_weight"):
         ours, theirs = (getattr(t.model.encoder.bag, name).weight for t in (second, first))
         assert torch.equal(ours, theirs)
-    assert second.identity["encoder.start"] != '""' and first.identity["encoder.start"] == '""'
+    assert second.identity["encoder.start"] != '""'
+    assert first.identity["encoder.start"] == '""'
 
 
 def test_the_start_is_part_of_the_identity_by_content(two_stages, open_trainer, tmp_path):
@@ -224,7 +225,8 @@ def test_tail_positives_are_drawn_by_inverse_propensity(open_trainer, tiny_datas
     trainer: Trainer = open_trainer(**{"pool.positives": "tail", "pool.beta": 1, "pool.eta": 0})
     count_L = np.asarray((tiny_dataset.relevance[tiny_dataset.rows("train")] > 0).sum(0)).ravel()
     weight_L = trainer.batches.sampler.weight_L
-    assert (np.diff(weight_L[np.argsort(count_L)]) <= 1e-12).all() and weight_L.min() >= 1
+    assert (np.diff(weight_L[np.argsort(count_L)]) <= 1e-12).all()
+    assert weight_L.min() >= 1
     drawn = {"tail": 0.0, "uniform": 0.0}
     for name in drawn:
         sampler = (

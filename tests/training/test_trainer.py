@@ -247,7 +247,8 @@ def test_every_system_learns(open_trainer, tiny_dataset, system):
         assert line["loss"] == pytest.approx(sum(parts))
         assert 0 < line["pool_size"] <= tiny_dataset.num_labels
         assert 1 <= line["positives_per_query"] <= tiny_dataset.num_labels
-        assert line["grad_norm"] > 0 and math.isfinite(line["grad_norm"])
+        assert line["grad_norm"] > 0
+        assert math.isfinite(line["grad_norm"])
     assert lines[3]["epoch"] == 3 / trainer.steps_per_epoch
 
 
@@ -270,7 +271,8 @@ def test_logged_figures_are_those_of_the_batch(open_trainer):
     assert (figures["lr_clf"], figures["lr_heads"], figures["lr_encoder"]) == pytest.approx(
         (0.02 * quarter, 0.03 * quarter, 0.04 * quarter)
     )
-    assert figures["texts_per_s"] > 0 and figures["tokens_per_s"] > figures["texts_per_s"]
+    assert figures["texts_per_s"] > 0
+    assert figures["tokens_per_s"] > figures["texts_per_s"]
     monkeyed = pytest.MonkeyPatch()
     with monkeyed.context() as patch:
         patch.setattr(module, "LOG_EVERY", 10)
@@ -313,7 +315,8 @@ def test_a_refresh_makes_what_is_needed(open_trainer, tiny_dataset, overrides, c
     trainer = open_trainer(**overrides)
     report = trainer.refresh()
     made = Refresh.load(trainer.run_dir / "refresh" / "epoch-00000", 0)
-    assert (made.order is not None, made.negatives is not None) == (clusters, mined)
+    assert made.order is not None == clusters
+    assert made.negatives is not None == mined
     if clusters:
         assert sorted(made.order) == trainer.rows.tolist()
         assert report["clusters"] == trainer.steps_per_epoch == 4
@@ -339,7 +342,8 @@ def test_hard_negatives_of_an_approximate_search(open_trainer):
     exact = open_trainer("exact")
     approximate = open_trainer("faiss", **{"pool.mining": "faiss"})
     reports = exact.refresh(), approximate.refresh()
-    assert "mine_recall" not in reports[0] and reports[1]["mine_recall"] == 1.0
+    assert "mine_recall" not in reports[0]
+    assert reports[1]["mine_recall"] == 1.0
     found = [
         Refresh.load(trainer.run_dir / "refresh" / "epoch-00000", 0).negatives
         for trainer in (exact, approximate)
@@ -388,7 +392,8 @@ def test_what_is_not_finite_stops_before_the_step(open_trainer, monkeypatch, fau
     assert "epoch 2, step 8" in message
     assert all(uid in message for uid in trainer.dataset.query_uids(rows[:5]))
     assert "loss_de" in message and "loss_clf" in message and "fix:" in message
-    assert same(before, weights(trainer)) and same(before_moments, moments(trainer))
+    assert same(before, weights(trainer))
+    assert same(before_moments, moments(trainer))
     assert trainer.optimisers.gradients() == []
     if fault is not fault_in_dense_gradient:  # nothing of it is left
         assert trainer.train_step(trainer.prepare(rows, 0))["loss"] > 0
