@@ -46,7 +46,13 @@ def data(tiny_raw: Any, tiny_bert: Path) -> SimpleNamespace:
 @pytest.fixture(scope="module")
 def model(data: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> unidec.Model:
     folder = tmp_path_factory.mktemp("fit")
-    return unidec.fit(data.queries, data.labels, data.pairs, params=data.params, folder=folder)
+    return unidec.fit(
+        data.queries,
+        data.labels,
+        data.pairs,
+        params=data.params,
+        folder=folder,
+    )
 
 
 def test_fit_and_predict(model, data):
@@ -132,7 +138,13 @@ def test_data_that_cannot_be_trained_on_is_named():
 )
 def test_errors_in_python_speak_of_arguments_not_of_options(options, words, tmp_path):
     with pytest.raises(ConfigError) as error:
-        unidec.fit(["a text"], ["a label"], [(0, 0)], folder=tmp_path / "work", **options)
+        unidec.fit(
+            ["a text"],
+            ["a label"],
+            [(0, 0)],
+            folder=tmp_path / "work",
+            **options,
+        )
     said = str(error.value)
     assert all(word in said for word in words), said
     assert "--" not in said
@@ -159,7 +171,12 @@ def test_importing_unidec_imports_nothing_heavy():
         "import sys, unidec; print(*(n for n in ('numpy', 'torch', 'sklearn', 'pydantic') if n "
         "in sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.split() == []
     assert all(getattr(unidec, name) is not None for name in unidec.__all__)
     with pytest.raises(AttributeError, match="nothing_like_this"):

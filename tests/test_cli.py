@@ -51,7 +51,12 @@ class Stages(types.ModuleType):
             self.params = params
             if self.error:
                 raise self.error
-            return {"stage": name, "rows": 3, "metrics": {"P@1": 45.678901}, "many": list(range(9))}
+            return {
+                "stage": name,
+                "rows": 3,
+                "metrics": {"P@1": 45.678901},
+                "many": list(range(9)),
+            }
 
         return stage
 

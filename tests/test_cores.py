@@ -177,7 +177,13 @@ def test_models_answer_in_forked_processes(tiny_raw, tiny_bert, tmp_path):
     queries = tiny_raw.queries["train"]["title"].to_pylist()
     labels = tiny_raw.labels["title"].to_pylist()
     pairs = csr_matrix(tiny_raw.relevance["train"])
-    model = unidec.fit(queries, labels, pairs, params=dict(leaves(tiny)), folder=tmp_path)
+    model = unidec.fit(
+        queries,
+        labels,
+        pairs,
+        params=dict(leaves(tiny)),
+        folder=tmp_path,
+    )
     command = [sys.executable, "-W", "ignore", "-c", FORK, str(model.folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

@@ -152,7 +152,11 @@ def test_it_fits_the_papers_card_and_recomputes_only_where_it_has_to(published, 
     """By the plan, on 48 GB: UniDEC and its dual encoder."""
     facts = published.data_set(name)["facts"]
     own = published.data_set(name)["methods"]
-    there = {"device": 48 * 10**9, "host": 1 << 40, "disk": 4 << 40}
+    there = {
+        "device": 48 * 10**9,
+        "host": 1 << 40,
+        "disk": 4 << 40,
+    }
     for method in {"unidec-v2-bce", "depsl"} & set(own):
         params = published.resolve(name, method)
         sizes = Sizes.given(facts["labels"], facts["train_queries"], params.tokens.max_length)

@@ -380,5 +380,10 @@ def test_the_bundle_needs_neither_mlflow_nor_prefect():
         "import sys, unidec.bundle.bundle; print([m for m in ('mlflow', 'prefect', "
         "'great_expectations') if m in sys.modules])"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert out.stdout.strip() == "[]"

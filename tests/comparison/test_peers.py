@@ -92,7 +92,11 @@ def dense_reference(dataset, match_weight=0.5):
             votes[i, relevance[j]] += cosine(own, other) ** 2
         match[i] = [cosine(own, other) for other in labels]
     scaled = [part / np.maximum(part.max(axis=1, keepdims=True), 1e-12) for part in (votes, match)]
-    return {"knn": votes, "label-match": match, "mix": scaled[0] + match_weight * scaled[1]}
+    return {
+        "knn": votes,
+        "label-match": match,
+        "mix": scaled[0] + match_weight * scaled[1],
+    }
 
 
 @pytest.mark.parametrize("name", ["knn", "label-match", "mix"])
@@ -289,7 +293,12 @@ def test_of_several_trials_the_best_on_the_validation_split_predicts(
 ):
     one = sp.csr_matrix(np.eye(3, 5, dtype=np.float32))
     relevant = sp.csr_matrix(np.tile([0.0, 0, 1, 0], (3, 1)))
-    matrices = {"X.train": one, "Y.train": relevant, "X.labels": one, "X.test": one[:2]}
+    matrices = {
+        "X.train": one,
+        "Y.train": relevant,
+        "X.labels": one,
+        "X.test": one[:2],
+    }
     if has_validation:
         matrices |= {"X.validation": one, "Y.validation": relevant}
     write_task({}, matrices, folder / "task")
@@ -343,7 +352,11 @@ def test_sentence_transformers_learns(name, tiny_dataset, tiny_bert, folder):
     """
     for package in ("sentence_transformers", "datasets", "accelerate"):
         pytest.importorskip(package)
-    settings = SETTINGS | {"encoder": str(tiny_bert), "epochs": 6, "seed": 0}
+    settings = SETTINGS | {
+        "encoder": str(tiny_bert),
+        "epochs": 6,
+        "seed": 0,
+    }
     labels, _ = run_peer(name, tiny_dataset, settings)
     assert labels.shape == (12, 40)
     relevance = tiny_dataset.relevance[tiny_dataset.rows("test")].toarray() > 0

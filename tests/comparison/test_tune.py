@@ -66,7 +66,11 @@ class Trainings:
     def __call__(self, step: Step, environment: dict[str, str], stopping: threading.Event) -> None:
         self.tags.append(json.loads(environment["UNIDEC_RUN_TAGS"]))
         step.folder.mkdir(parents=True, exist_ok=True)
-        result = {"name": step.name, "code": step.spec["code"], "curve": []}
+        result = {
+            "name": step.name,
+            "code": step.spec["code"],
+            "curve": [],
+        }
         if step.spec["kind"] == "data":
             (step.folder / "data").mkdir()
             (step.folder / "data" / "dataset").symlink_to(self.dataset.path)

@@ -102,7 +102,13 @@ def test_rebuild_is_byte_identical_whatever_the_chunks(
     tiny_raw: RawData, tiny_dataset: XMCDataset, tmp_path: Path
 ) -> None:
     def rechunk(table: pa.Table) -> pa.Table:
-        return pa.concat_tables([table.slice(0, 3), table.slice(3, 11), table.slice(14)])
+        return pa.concat_tables(
+            [
+                table.slice(0, 3),
+                table.slice(3, 11),
+                table.slice(14),
+            ]
+        )
 
     queries = {split: rechunk(table) for split, table in tiny_raw.queries.items()}
     again = write_dataset(tmp_path / "d", replace(tiny_raw, queries=queries), validation_share=0.1)
@@ -250,7 +256,11 @@ def test_a_text_that_occurs_twice_is_in_one_split(tmp_path: Path) -> None:
     """Otherwise a random test split would consist of training queries."""
     rows = [{"id": str(row), "text": f"text {row // 2}"} for row in range(200)]
     pairs = [{"query_id": row["id"], "label_id": "a"} for row in rows]
-    tables = {"queries": rows, "labels": [{"id": "a", "text": "label"}], "pairs": pairs}
+    tables = {
+        "queries": rows,
+        "labels": [{"id": "a", "text": "label"}],
+        "pairs": pairs,
+    }
     for name, table in tables.items():
         pacsv.write_csv(pa.Table.from_pylist(table), tmp_path / f"{name}.csv")
     raw = read_raw(tmp_path)

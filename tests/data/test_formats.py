@@ -223,7 +223,14 @@ def test_beir_by_hand(tmp_path: Path) -> None:
     (tmp_path / "corpus.jsonl").write_text(
         '{"_id": "d1", "title": "", "text": "one"}\n{"_id": "d2", "title": "", "text": "two"}\n'
     )
-    queries = [{"_id": f"q{i}", "text": f"query {i}", "metadata": {}} for i in range(4)]
+    queries = [
+        {
+            "_id": f"q{i}",
+            "text": f"query {i}",
+            "metadata": {},
+        }
+        for i in range(4)
+    ]
     (tmp_path / "queries.jsonl").write_text("".join(json.dumps(q) + "\n" for q in queries))
     head = "query-id\tcorpus-id\tscore\n"
     (tmp_path / "qrels" / "train.tsv").write_text(head + "q2\td1\t1\nq0\td2\t2\nq0\td1\t0\n")

@@ -128,7 +128,13 @@ def test_keys_of_json_lines_that_look_right(tmp_path: Path) -> None:
     [(pa.binary(), b"a"), (pa.large_binary(), b"a"), (pa.binary(2), b"ab")],
 )
 def test_bytes_in_parquet(tmp_path: Path, kind: pa.DataType, value: bytes) -> None:
-    table = pa.table({"id": ["q1"], "text": pa.array([value], kind), "more": pa.array([b"x"])})
+    table = pa.table(
+        {
+            "id": ["q1"],
+            "text": pa.array([value], kind),
+            "more": pa.array([b"x"]),
+        }
+    )
     pq.write_table(table, tmp_path / "queries.parquet")
     (tmp_path / "labels.csv").write_text("id,text\nl1,a\n")
     (tmp_path / "pairs.csv").write_text("query_id,label_id\nq1,l1\n")

@@ -159,8 +159,20 @@ def test_an_index_holds_the_uids_and_pairs_follow_it() -> None:
 
 def test_splits_relevance_and_contents_are_read() -> None:
     splits = ["train", "Test", "validation"]
-    queries = pd.DataFrame({"text": QUERIES, "split": splits, "content": ["x", None, ""]})
-    pairs = pd.DataFrame({"query_id": [0, 1, 2], "label_id": [0, 1, 0], "relevance": [0.5, 1, 2]})
+    queries = pd.DataFrame(
+        {
+            "text": QUERIES,
+            "split": splits,
+            "content": ["x", None, ""],
+        }
+    )
+    pairs = pd.DataFrame(
+        {
+            "query_id": [0, 1, 2],
+            "label_id": [0, 1, 0],
+            "relevance": [0.5, 1, 2],
+        }
+    )
     raw = from_memory(queries, LABELS, pairs)
     assert {name: table["title"].to_pylist() for name, table in raw.queries.items()} == {
         "train": QUERIES[:1],

@@ -148,7 +148,11 @@ def test_margin_and_tolerance_count_to_the_point() -> None:
         )
         assert checks(found)["nDCG@5"] is passed
     for tolerance, passed in [(2.9, False), (3.0, True)]:
-        rules = RULES | {"tolerance": tolerance, "guarded": ["P@1"], "margin": -9.0}
+        rules = RULES | {
+            "tolerance": tolerance,
+            "guarded": ["P@1"],
+            "margin": -9.0,
+        }
         found = judged(ranking(half), ranking(three), truth, weight, group, rules)
         assert checks(found) == {"nDCG@5": True, "confidence": True, "P@1": passed}
     # a negative margin is a loss that is borne: sure enough that no more is lost

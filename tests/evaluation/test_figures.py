@@ -126,7 +126,11 @@ def test_bars_are_as_high_as_their_numbers():
 
 
 def test_ranges_lie_where_their_numbers_are():
-    rows = [Range("a", 10.0, (9.0, 11.0), [9.0, 11.0]), Range("b", 20.0, colour=5), Range("c", NAN)]
+    rows = [
+        Range("a", 10.0, (9.0, 11.0), [9.0, 11.0]),
+        Range("b", 20.0, colour=5),
+        Range("c", NAN),
+    ]
     chart = range_chart("c", rows, "x")
     ((left, _), (right, _)) = paths(chart, f"stroke: {COLOURS[0]}")[0]
     assert [x for x, _ in dots(chart, COLOURS[1])] == [left, right]

@@ -73,7 +73,11 @@ def test_a_new_metric_is_shown_on_the_pages(made: dict[str, float], undrawn: Non
     assert MADE in found.row("system", "seeds")
     assert f"{MADE} tail" in found.words
     captions = re.findall(r"<figcaption>([^<]*)", words)
-    wanted = [f"{MADE}, test split", f"tail/{MADE}, test split", f"{MADE}, validation split"]
+    wanted = [
+        f"{MADE}, test split",
+        f"tail/{MADE}, test split",
+        f"{MADE}, validation split",
+    ]
     assert set(wanted) <= set(captions)
 
     compared = {
@@ -102,7 +106,11 @@ def test_a_new_metric_is_shown_on_the_pages(made: dict[str, float], undrawn: Non
 
 def test_a_new_metric_is_in_mlflow(made: dict[str, float]) -> None:
     figures = split_figures({"test": made, "de": made, "index": {}})
-    assert {f"test/{MADE}", f"test/head/{MADE}", f"de/{MADE}"} <= figures.keys()
+    assert {
+        f"test/{MADE}",
+        f"test/head/{MADE}",
+        f"de/{MADE}",
+    } <= figures.keys()
     assert MADE in markdown_table(made)
     assert "metrics.`test/Made_at_5`" in store._view_state()["selectedColumns"]
     assert MADE in lineage.columns()

@@ -16,7 +16,14 @@ METRICS = {
     "torso/R@10": 2.5,
     "head/R@10": 3.5,
 }
-HISTORY = [{"step": s, "loss": 5 / s, "lr_heads": 1e-4} for s in range(1, 30)]
+HISTORY = [
+    {
+        "step": s,
+        "loss": 5 / s,
+        "lr_heads": 1e-4,
+    }
+    for s in range(1, 30)
+]
 REFRESH = {"refresh_seconds": 9.0, "cluster_seconds": 2.0, "mine_seconds": 3.0}
 ROUNDS = [
     {
@@ -32,7 +39,11 @@ ROUNDS = [
 
 
 def test_parts_of_a_round():
-    parts = {"cluster": [2.0] * 3, "mine": [3.0] * 3, "train": [50.0] * 3}
+    parts = {
+        "cluster": [2.0] * 3,
+        "mine": [3.0] * 3,
+        "train": [50.0] * 3,
+    }
     assert round_parts(ROUNDS) == parts
     assert list(round_parts(ROUNDS)) == list(parts)
     assert round_parts([{"refresh": {"refresh_seconds": 2.0}, "train_seconds": 5.0}]) == {
@@ -48,7 +59,11 @@ def test_parts_of_a_round():
         "validation_seconds": 1.5,
         "refresh": {"mine_seconds": 2.0, "refresh_seconds": 2.0},
     }
-    assert round_parts([whole]) == {"mine": [2.0], "train": [5.0], "validation": [1.5]}
+    assert round_parts([whole]) == {
+        "mine": [2.0],
+        "train": [5.0],
+        "validation": [1.5],
+    }
     assert round_parts([{"round": 1}]) == {}
 
 

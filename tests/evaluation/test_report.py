@@ -284,7 +284,11 @@ def test_the_verdict_tells_where_it_wins_and_where_it_loses():
 
 
 def test_contributions_of_groups_stand_beside_the_metric_within_each(undrawn):
-    groups = {"tail": (50, 1.0), "torso": (20, 2.0), "head": (100, 0.0)}
+    groups = {
+        "tail": (50, 1.0),
+        "torso": (20, 2.0),
+        "head": (100, 0.0),
+    }
     metrics = {"num_queries": 200.0}
     for group, (queries, added) in groups.items():
         metrics |= {
@@ -324,7 +328,15 @@ def test_the_best_of_a_column_is_bold():
     ],
 )
 def test_examples_say_how_a_score_comes_about(index, shown):
-    fused = Page(render(ReportInput(index=index, fusion=FUSION, losses=[_example("text")]))).words
+    fused = Page(
+        render(
+            ReportInput(
+                index=index,
+                fusion=FUSION,
+                losses=[_example("text")],
+            )
+        )
+    ).words
     assert "score = logit of the learnt fusion" in fused and "DE +" not in fused
     words = Page(render(ReportInput(index=index, losses=[_example("text")]))).words
     assert (
@@ -402,5 +414,10 @@ def test_probabilities_are_drawn_against_what_was_right(undrawn):
 def test_nothing_heavy_is_imported_before_a_page_is_written():
     heavy = "[name for name in ('matplotlib', 'jinja2', 'torch', 'mlflow') if name in sys.modules]"
     code = f"import sys, unidec.evaluation.report; print({heavy})"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert out.stdout.strip() == "[]"

@@ -87,7 +87,12 @@ def test_bootstrap_equals_a_slow_loop_for_means_and_ratios(ratio):
     below = rng.integers(0, 4, 25).astype(float) if ratio else np.ones(25)
     a = [scores(rng.random(25) * below, below) for _ in range(2)]
     b = [scores(rng.random(25) * below * 0.9, below) for _ in range(3)]
-    (got,) = compare({"a": a, "b": b}, "b", num_samples=200, seed=7)
+    (got,) = compare(
+        {"a": a, "b": b},
+        "b",
+        num_samples=200,
+        seed=7,
+    )
     want = slow_bootstrap(a, b, 200, 7)
     assert (got.low, got.high) == pytest.approx(tuple(np.percentile(want, [2.5, 97.5])))
     assert got.difference == pytest.approx(
@@ -152,7 +157,11 @@ def test_nothing_relevant_is_no_difference():
 def test_a_clear_difference_is_found_on_both_sides():
     rng = np.random.default_rng(1)
     base = rng.random(300)
-    runs = {"low": [scores(base * 0.5)], "base": [scores(base)], "high": [scores(base + 0.3)]}
+    runs = {
+        "low": [scores(base * 0.5)],
+        "base": [scores(base)],
+        "high": [scores(base + 0.3)],
+    }
     low, high = compare(runs, "base", num_samples=2000)
     assert low.worse and not low.better and low.high < 0
     assert high.better

@@ -27,7 +27,14 @@ QUERIES = [
     {"uid": f"q{i}", "title": f"query {i}", "target_ind": [0, 2], "target_rel": [1.0, 0.5]}
     for i in range(4)
 ]
-TESTS = [{"uid": "t0", "title": "test", "target_ind": [1], "target_rel": [1.0]}]
+TESTS = [
+    {
+        "uid": "t0",
+        "title": "test",
+        "target_ind": [1],
+        "target_rel": [1.0],
+    }
+]
 
 
 def lines(items: list) -> bytes:

@@ -16,7 +16,11 @@ import pytest
 CHILD = Path(__file__).with_name("saving_child.py")
 # what the newest is before and after the save: none before the first, two before the third, the
 # same step once more
-SCENARIOS = {"first": {"None", "5"}, "third": {"10", "15"}, "again": {"10"}}
+SCENARIOS = {
+    "first": {"None", "5"},
+    "third": {"10", "15"},
+    "again": {"10"},
+}
 
 
 def run(folder: Path, every: int, *scenarios: str) -> list[dict]:

@@ -78,7 +78,11 @@ def work_on(folder: Path, name: str, write: Callable[[Path], object]) -> list[st
     write(path)
     (folder / "labels.csv").write_text("id,text\nl1,a\n")
     (folder / "pairs.csv").write_text("query_id,label_id\nq1,l1\n")
-    return [f"raw={folder}", f"texts={path}", f"labels={path}"]
+    return [
+        f"raw={folder}",
+        f"texts={path}",
+        f"labels={path}",
+    ]
 
 
 # -- widths
@@ -176,7 +180,12 @@ def write_parquet(path: Path, **options: Any) -> None:
     """3,000 rows, or a million numbers a row group, of one value."""
     ids = [str(row) for row in range(3000)]
     texts = pa.DictionaryArray.from_arrays(pa.array(np.zeros(3000, np.int32)), pa.array([TEXT]))
-    pq.write_table(pa.table({"id": ids, "text": texts}), path, store_schema=False, **options)
+    pq.write_table(
+        pa.table({"id": ids, "text": texts}),
+        path,
+        store_schema=False,
+        **options,
+    )
 
 
 def plain_pages(path: Path, codec: str) -> None:

@@ -22,7 +22,12 @@ from unidec.tracking.run import Tracker, is_behind, reconcile_runs
 from unidec.tracking.store import open_client
 
 PARAMS = {f"section.key{i}": i for i in range(120)}
-DATASET = {"name": "tiny", "digest": "0" * 32, "path": "data/dataset", "num_queries": 7}
+DATASET = {
+    "name": "tiny",
+    "digest": "0" * 32,
+    "path": "data/dataset",
+    "num_queries": 7,
+}
 
 CHILD = """
 import sys, tempfile, time

@@ -115,8 +115,16 @@ def ask(place, tmp_path, predict, prefect_server):
             "k": 3,
             "shards": SHARDS,
         }
-        done = predict(bundle=str(place / "bundle"), runner=runner, **(given | more))
-        assert done == {"rows": ROWS, "shards": SHARDS, "output": str(tmp_path / "out.parquet")}
+        done = predict(
+            bundle=str(place / "bundle"),
+            runner=runner,
+            **(given | more),
+        )
+        assert done == {
+            "rows": ROWS,
+            "shards": SHARDS,
+            "output": str(tmp_path / "out.parquet"),
+        }
         assert (tmp_path / "out.parquet").read_bytes() == (place / "whole.parquet").read_bytes()
         assert [path.name for path in tmp_path.iterdir()] == ["out.parquet"]
         return done

@@ -385,7 +385,11 @@ def test_other_parameters_have_a_folder_of_their_own(run, stages, place, flow_mo
     seen = {}
 
     def ingest(params):
-        seen.update(here=Path.cwd(), data=params.data.path, epochs=params.optim.epochs)
+        seen.update(
+            here=Path.cwd(),
+            data=params.data.path,
+            epochs=params.optim.epochs,
+        )
         seen["uri"] = flow_module.tracking_uri(".")
         return stages._call("ingest")
 

@@ -53,8 +53,18 @@ def test_whole_rows_are_text_and_free_vector(residual, monkeypatch, block, rng):
             for x, free in zip(label_LW, free_LD, strict=True)
         ]
         got_LD = torch.from_numpy(rows.exported()[0])
-        torch.testing.assert_close(got_LD, torch.stack(expected).detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(model.text_rows(label_LW), got_LD - free_LD, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            got_LD,
+            torch.stack(expected).detach(),
+            rtol=1e-5,
+            atol=1e-6,
+        )
+    torch.testing.assert_close(
+        model.text_rows(label_LW),
+        got_LD - free_LD,
+        rtol=1e-4,
+        atol=1e-6,
+    )
     assert torch.equal(model.table.weight, free_LD), "the free vectors stay"
 
 
@@ -151,5 +161,10 @@ def test_the_free_vector_and_the_head_get_the_gradient_of_their_sum(residual):
     b = model.head_clf[0].bias.detach().double()
     rows = [torch.nn.functional.normalize(w @ x.double() + b, dim=0) for x in label_LW[ids]]
     sum((g.double() * row).sum() for g, row in zip(weight_SD, rows, strict=True)).backward()
-    torch.testing.assert_close(model.head_clf[0].weight.grad, w.grad.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        model.head_clf[0].weight.grad,
+        w.grad.float(),
+        rtol=1e-4,
+        atol=1e-5,
+    )
     model.table.forget()

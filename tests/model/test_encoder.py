@@ -307,7 +307,12 @@ def test_both_are_two_unit_halves(tiny_bert, texts, most):
     bag = dense_bag(
         texts, range(40), encoder.bag.embedding.weight, encoder.bag.log_weight.weight[:, 0]
     )
-    torch.testing.assert_close(x_BW, torch.cat([vector, bag], -1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        x_BW,
+        torch.cat([vector, bag], -1),
+        rtol=1e-4,
+        atol=1e-5,
+    )
     assert encoder.width == 64
 
 
@@ -415,7 +420,12 @@ def test_a_bag_of_the_first_tokens_stands_beside_the_whole_text(rng):
     starts = Tokens(np.concatenate(ids), np.cumsum([0, *map(len, ids)]), NUM_TOKENS, 0, 16)
     expected = [dense_bag(t, rows, embedding, log_weight) for t in (tokens, starts)]
     assert encoder.width == 2 * WIDTH
-    torch.testing.assert_close(x_BD, torch.cat(expected, dim=-1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        x_BD,
+        torch.cat(expected, dim=-1),
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,12 @@ def test_under_autocast_the_products_are_bfloat16(rng):
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected, rtol=2e-2, atol=2e-2)
     for grad, other in zip(gradients(loss, ours), gradients(expected, theirs), strict=True):
-        torch.testing.assert_close(grad, other, rtol=5e-2, atol=5e-2 * float(other.abs().max()))
+        torch.testing.assert_close(
+            grad,
+            other,
+            rtol=5e-2,
+            atol=5e-2 * float(other.abs().max()),
+        )
 
 
 class Largest(TorchDispatchMode):

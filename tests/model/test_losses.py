@@ -328,7 +328,12 @@ def test_lower_precision_is_computed_in_float32(variant, dtype, rng):
     assert value.dtype == torch.float32 and gradient.dtype == dtype
     torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-6)
     loose = 2e-6 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=loose * 10, atol=loose)
+    torch.testing.assert_close(
+        gradient.double(),
+        expected_gradient,
+        rtol=loose * 10,
+        atol=loose,
+    )
 
 
 @pytest.mark.parametrize("kind", list(LOSSES))
@@ -487,7 +492,12 @@ def test_gpu_equals_cpu_and_never_waits(variant, reduction, rng):
         lambda x: symmetric_loss(name, x, given, reduction=reduction, forward=forward, **options),
         case.logit.float(),
     )
-    torch.testing.assert_close(loss.detach().cpu(), value, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        loss.detach().cpu(),
+        value,
+        rtol=1e-5,
+        atol=1e-6,
+    )
     torch.testing.assert_close(logit.grad.cpu(), gradient, rtol=1e-4, atol=1e-6)
 
 
@@ -529,7 +539,14 @@ def test_a_logit_that_is_not_finite_shows_in_the_loss(rng):
 def test_an_option_of_another_loss_is_refused(kind, rng):
     case = random_case(rng)
     with pytest.raises(TypeError, match="topk"):
-        symmetric_loss(kind, case.logit, case.targets(rng), reduction="psl", forward=0.5, topk=3)
+        symmetric_loss(
+            kind,
+            case.logit,
+            case.targets(rng),
+            reduction="psl",
+            forward=0.5,
+            topk=3,
+        )
 
 
 # -- what a loss receives
@@ -547,7 +564,14 @@ def test_section_loss_gives_each_loss_its_own_options(rng):
     assert given["softtopk"] == {"topk": 3}
     case = random_case(rng)
     for kind, options in given.items():
-        symmetric_loss(kind, case.logit, case.targets(rng), reduction="psl", forward=1.0, **options)
+        symmetric_loss(
+            kind,
+            case.logit,
+            case.targets(rng),
+            reduction="psl",
+            forward=1.0,
+            **options,
+        )
     assert set(LOSSES) >= ENTRYWISE | UNSCALED
 
 
@@ -555,8 +579,20 @@ def test_propensities_reach_the_pairs_of_a_pool(rng):
     from unidec.model.pool import PoolSampler
 
     relevance = csr_matrix((rng.random((9, 12)) < 0.3).astype(np.float32))
-    sampler = PoolSampler(relevance, csr_matrix((9, 12), dtype=bool), beta=2, eta=0, size=6, seed=1)
-    batch = sampler.batch(np.array([3, 1, 8]), epoch=0, step=0, shortlist_NH=None)
+    sampler = PoolSampler(
+        relevance,
+        csr_matrix((9, 12), dtype=bool),
+        beta=2,
+        eta=0,
+        size=6,
+        seed=1,
+    )
+    batch = sampler.batch(
+        np.array([3, 1, 8]),
+        epoch=0,
+        step=0,
+        shortlist_NH=None,
+    )
     inverse_L = 1 + rng.random(12)
     targets = PoolTargets.from_batch(batch, importance_L=inverse_L)
     expected = [inverse_L[batch.pool_S[col]] for col in batch.positive_col_P]

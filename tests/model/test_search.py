@@ -35,7 +35,13 @@ def test_equals_a_full_sort(tile, density, k, block, rng, monkeypatch):
     query = vectors(rng, 9)
     label = vectors(rng, 12)
     excluded = rng.random((9, 12)) < density
-    score, found = exact_search(query, label, k, exclude=sp.csr_matrix(excluded), block=block)
+    score, found = exact_search(
+        query,
+        label,
+        k,
+        exclude=sp.csr_matrix(excluded),
+        block=block,
+    )
     expected_score, expected = loop_search(query, label, k, excluded)
     assert score.dtype == np.float32 and found.dtype == np.int64
     assert np.array_equal(found, expected)

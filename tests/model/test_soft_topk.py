@@ -92,7 +92,12 @@ def test_a_device_that_takes_all_steps_ends_where_the_host_stops(rng, monkeypatc
     x = torch.from_numpy(rows("anything", rng))
     few = thresholds(x.clone(), 5)
     monkeypatch.setattr(module, "STEPS", 40)
-    torch.testing.assert_close(thresholds(x.clone(), 5), few, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        thresholds(x.clone(), 5),
+        few,
+        rtol=0,
+        atol=1e-12,
+    )
 
 
 def test_rows_with_k_labels_or_fewer_are_free_and_masks_do_not_count(rng):
@@ -161,4 +166,9 @@ def test_shifting_a_row_changes_nothing(rng):
     moved = soft_topk(logit + torch.arange(4.0).double().unsqueeze(1), pairs)
     torch.testing.assert_close(loss, moved)
     loss.backward()
-    torch.testing.assert_close(logit.grad.sum(1), torch.zeros(4).double(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        logit.grad.sum(1),
+        torch.zeros(4).double(),
+        rtol=0,
+        atol=1e-12,
+    )

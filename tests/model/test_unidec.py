@@ -294,7 +294,12 @@ def test_rows_begin_as_cosines_where_the_encoders_vectors_have_no_unit_length(
 def test_the_classifiers_head_keeps_angles_at_the_start(tiny_bert, tiny_params):
     model = make_model(tiny_bert, tiny_params(**{"model.dim": 32}))
     weight = model.head_clf[0].weight.detach()
-    torch.testing.assert_close(weight @ weight.T, torch.eye(32), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        weight @ weight.T,
+        torch.eye(32),
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 def test_the_bag_starts_at_the_transformers_embeddings(tiny_bert, tiny_params):

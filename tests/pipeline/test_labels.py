@@ -87,7 +87,12 @@ def test_added_removed_and_updated_then_registered(params: Params) -> None:
     assert result["bundle"] is None
     assert not paths.REFRESHED.exists()
     result = change_labels(params, f"models:/{NAME}@champion", **edit, register=True)
-    counts = {"added": 2, "removed": 30, "renamed": 1, "kept": len(uids) - 30}
+    counts = {
+        "added": 2,
+        "removed": 30,
+        "renamed": 1,
+        "kept": len(uids) - 30,
+    }
     assert {key: getattr(result, key) for key in counts} == counts
     assert result.labels == len(uids) - 28
     assert result.estimated == 2

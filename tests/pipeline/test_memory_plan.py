@@ -584,7 +584,11 @@ def plan_of(params, sizes=PAPER, free=None):
 
 
 def roomy(device_gib):
-    return {"device": int(device_gib * GIB), "host": 10_000 * GIB, "disk": 10_000 * GIB}
+    return {
+        "device": int(device_gib * GIB),
+        "host": 10_000 * GIB,
+        "disk": 10_000 * GIB,
+    }
 
 
 def test_the_papers_setting():

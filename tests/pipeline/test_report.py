@@ -87,7 +87,12 @@ def test_examples_are_the_largest_gains_and_losses_against_loops(with_baseline: 
         propensity=SimpleNamespace(inverse_L=np.ones(num_labels)),
     )
     tfidf = Baselines({"knn": ours, "mix": theirs[places]} if with_baseline else {}, {}, places, "")
-    measured = SimpleNamespace(ranking=ranking, scores=np.zeros((num, k)), labels=ours, tfidf=tfidf)
+    measured = SimpleNamespace(
+        ranking=ranking,
+        scores=np.zeros((num, k)),
+        labels=ours,
+        tfidf=tfidf,
+    )
     found = stage._examples(measured)  # type: ignore[arg-type]
     assert found["gain_over"] == ("TF-IDF kNN + label match" if with_baseline else "")
     for name, sign in (("gains", 1), ("losses", -1)):

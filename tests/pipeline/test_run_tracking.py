@@ -52,7 +52,12 @@ def test_figures_of_steps_have_a_place():
 def test_few_figures_of_the_test_split():
     metrics = measured()
     assert len(metrics) > 80
-    result = {"test": metrics, "de": metrics, "clf": metrics, "index": {"recall@10": 100.0}}
+    result = {
+        "test": metrics,
+        "de": metrics,
+        "clf": metrics,
+        "index": {"recall@10": 100.0},
+    }
     figures = split_figures(result)
     assert (
         len(figures) <= 30

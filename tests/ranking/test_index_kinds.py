@@ -28,7 +28,13 @@ pytest.importorskip("faiss")
 # not a multiple of what a code holds
 DIM = 13
 LABELS = 700
-THOROUGH = {"rescore": 3, "probes": 10**6, "search": 600, "links": 8, "lists": 20}
+THOROUGH = {
+    "rescore": 3,
+    "probes": 10**6,
+    "search": 600,
+    "links": 8,
+    "lists": 20,
+}
 """Settings with which every kind looks at (nearly) all: what differs then is a fault."""
 
 

@@ -53,7 +53,12 @@ def test_what_suits_the_number_of_labels():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_settings_go_from_quick_to_thorough(rng, kind):
-    index = LabelIndex.build(rng.normal(size=(900, 8)).astype(np.float32), kind, lists=64, links=4)
+    index = LabelIndex.build(
+        rng.normal(size=(900, 8)).astype(np.float32),
+        kind,
+        lists=64,
+        links=4,
+    )
     found = search_settings(index, 20)
     assert all(found) or kind == "flat"
     values = [tuple(reversed(setting.values())) for setting in found]

@@ -206,7 +206,11 @@ def test_a_batch_is_of_one_engine_and_engines_keep_their_turn() -> None:
         jobs += [submit(batches, "old" if i % 2 else "new", [i]) for i in range(1, 9)]
         model.gate.set()
         await asyncio.gather(*(job for job in jobs))
-        assert model.batches == [("old", [0]), ("old", [1, 3, 5, 7]), ("new", [2, 4, 6, 8])]
+        assert model.batches == [
+            ("old", [0]),
+            ("old", [1, 3, 5, 7]),
+            ("new", [2, 4, 6, 8]),
+        ]
         await batches.stop()
 
     asyncio.run(main())

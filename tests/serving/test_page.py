@@ -337,7 +337,13 @@ def test_filters_reach_the_server_and_the_address(tab: Any, server: Any) -> None
         "document.querySelector('#active').textContent === '3 on' && "
         "location.search.includes('min=')"
     )
-    want = {"queries": ["red"], "k": 10, "allow": ["L7", "a/b c?"], "head": "de", "min_score": -1}
+    want = {
+        "queries": ["red"],
+        "k": 10,
+        "allow": ["L7", "a/b c?"],
+        "head": "de",
+        "min_score": -1,
+    }
     tab.until(f"location.search.includes('min=-1') && {IDLE}")
     assert server.bodies[-1] == want
     assert tab.ask("document.querySelector('.score small')") is None, (

@@ -186,7 +186,12 @@ def test_as_many_files_may_be_open_as_the_system_allows() -> None:
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4000)); serve._allow_open_files(); "
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert found.stdout.split() == ["4000"]
 
 

@@ -170,7 +170,11 @@ def test_more_values_than_any_request_has_are_not_read(body: str) -> None:
 def test_a_request_at_its_limits_is_read_whatever_its_texts_hold() -> None:
     models = schemas.request_models(Serve())
     labels = [f'L"[{i}' for i in range(10_000)]
-    what = {"queries": ['[{,"\\' * 1600] * 256, "allow": labels, "deny": labels}
+    what = {
+        "queries": ['[{,"\\' * 1600] * 256,
+        "allow": labels,
+        "deny": labels,
+    }
     asked = parsed(what, models.predict)
     assert asked.queries == what["queries"]
     assert asked.allow == labels

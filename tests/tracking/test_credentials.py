@@ -85,7 +85,17 @@ SECRET = "s3cr%40et"  # of s3cr@et
 )
 def test_only_credentials_are_taken_out(text: str, shown: str) -> None:
     assert without_credentials(text) == shown
-    assert str(ArtifactError("failed", where=text, got=OSError(text), fix=text)).count(shown) == 3
+    assert (
+        str(
+            ArtifactError(
+                "failed",
+                where=text,
+                got=OSError(text),
+                fix=text,
+            )
+        ).count(shown)
+        == 3
+    )
 
 
 @pytest.mark.parametrize("scheme", ["postgresql", "mysql+pymysql", "http", "https"])

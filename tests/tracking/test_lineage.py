@@ -84,10 +84,18 @@ def test_back_to_the_model_that_started_from_nothing(store: tuple[MlflowClient, 
     assert [item.version for item in found] == ["3", "2", "1"]
     assert first.start == {"kind": "cold"}
     assert (third.aliases, second.aliases) == (["champion"], [])
-    assert third.start == {"kind": "refresh", "version": "2", "bundle.sha256": BUNDLES[1]}
+    assert third.start == {
+        "kind": "refresh",
+        "version": "2",
+        "bundle.sha256": BUNDLES[1],
+    }
     assert second.gate == {"passed": "true", "champion": "1"}
     assert second.dataset["sha256"] == "d4" * 32
-    assert first.code == {"commit": "f" * 40, "dirty": True, "lock_commit": None}
+    assert first.code == {
+        "commit": "f" * 40,
+        "dirty": True,
+        "lock_commit": None,
+    }
     assert first.artifacts == {"data/dataset": MADE[0]["dvc.data/dataset"], "data/raw": RAW[0]}
     assert first.run and third.run is None
     lines = as_lines(found)
@@ -148,7 +156,11 @@ def test_the_models_that_data_went_into(store: tuple[MlflowClient, str]) -> None
             for one in models_of_data(prefix, model_name="tiny")
         ]
 
-    assert ask_data(RAW[0]) == [("3", [], "2"), ("2", [], "1"), ("1", ["data/raw"], None)]
+    assert ask_data(RAW[0]) == [
+        ("3", [], "2"),
+        ("2", [], "1"),
+        ("1", ["data/raw"], None),
+    ]
     # a hash of the lock file is none of data; what a version started from counts too
     assert ask_data(RAW[1][:8]) == [
         ("4", ["data/raw"], None),

@@ -356,7 +356,13 @@ def test_all_of_it_over_http(children, tmp_path, monkeypatch):
             if what != "c":
                 promote(name, numbers[-1])
         a, b, c = numbers
-        job = {"call": "promote", "version": c, "name": name, "uri": server.uri, "writes": 2}
+        job = {
+            "call": "promote",
+            "version": c,
+            "name": name,
+            "uri": server.uri,
+            "writes": 2,
+        }
         children.stdin.write(json.dumps(job) + "\n")
         children.stdin.flush()
         children.stdout.readline()

@@ -105,7 +105,13 @@ def test_one_version_a_bundle_with_card_tags_and_alias(
 
     bundle = make_bundle(tmp_path / "bundle")
     card = {"data set": "tiny", "metrics": {"test": {"P@1": 45.0, "head/P@1": 3.0}}}
-    version = registry.register(bundle, run_id, "one", card=card, tags={"dataset.sha256": "d" * 64})
+    version = registry.register(
+        bundle,
+        run_id,
+        "one",
+        card=card,
+        tags={"dataset.sha256": "d" * 64},
+    )
     assert registry.register(bundle, run_id, "one", card=card) == version
     assert [int(found.version) for found in client.search_model_versions("name = 'one'")] == [
         version
@@ -139,7 +145,12 @@ def test_one_version_a_bundle_with_card_tags_and_alias(
         for given in several:
             assert list(model.predict(given, params={"k": 1})["query"]) == ["a", "b"]
         assert list(model.predict({"query": "a"}, params={"k": 1})["query"]) == ["a"]
-        told = {"allow": ["vim"], "deny": ["ed", "nano"], "min_score": 1, "head": "de"}
+        told = {
+            "allow": ["vim"],
+            "deny": ["ed", "nano"],
+            "min_score": 1,
+            "head": "de",
+        }
         stand_in.clear()
         model.predict(pd.DataFrame({"query": ["x"]}), params=told)
         model.predict(pd.DataFrame({"query": ["x"]}))
@@ -388,7 +399,12 @@ def test_a_real_model_loads_elsewhere_and_is_served(uri, run_id, tmp_path, path_
                 assert invoke(port, {"k": 3}) == (200, {"predictions": local})
                 break
             time.sleep(0.5)
-        told = {"k": 3, "deny": ["text-editor"], "min_score": -1.0, "head": "de"}
+        told = {
+            "k": 3,
+            "deny": ["text-editor"],
+            "min_score": -1.0,
+            "head": "de",
+        }
         assert invoke(port, told) == (200, {"predictions": filtered})
         assert invoke(port, {"allow": ["music-player", "nobody"]}) == (
             200,

@@ -17,7 +17,12 @@ from unidec.tracking.run import Tracker, metric_name
 from unidec.tracking.store import open_client, prepare_store, sqlite_path, tracking_uri
 
 PARAMS = {f"section.key{i}": i for i in range(230)} | {"long": "x" * 7000}
-DATASET = {"name": "tiny", "digest": "f" * 64, "path": "data/dataset", "num_queries": 7}
+DATASET = {
+    "name": "tiny",
+    "digest": "f" * 64,
+    "path": "data/dataset",
+    "num_queries": 7,
+}
 
 
 @pytest.fixture(scope="module")

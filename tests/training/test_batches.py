@@ -98,7 +98,11 @@ def test_which_labels_are_encoded_and_which_classified(
 ):
     batches = make_batches(**overrides)
     drawn = make_batches().prepare(batches.rows[:9], 1, 2, None).pool.pool_S.tolist()
-    labels = {"all": list(range(tiny_dataset.num_labels)), "pool": drawn, None: []}
+    labels = {
+        "all": list(range(tiny_dataset.num_labels)),
+        "pool": drawn,
+        None: [],
+    }
     assert len(drawn) < tiny_dataset.num_labels
     batch = batches.prepare(batches.rows[:9], 1, 2, None)
     expected = [tiny_tokens["labels"].ragged([label])[0].tolist() for label in labels[encoded]]

@@ -200,7 +200,12 @@ def test_all_rows_equal_torch(rng, kind, width, theirs):
         theirs.step()
         loss_of(table.gather(None), target).backward()
         ours.step(step + 1, 1.0)
-    torch.testing.assert_close(table.weight.detach(), reference.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        table.weight.detach(),
+        reference.detach(),
+        rtol=1e-6,
+        atol=1e-6,
+    )
 
 
 def test_all_rows_adamw_equals_torch_where_steps_use_some_rows(table, rng):
@@ -219,7 +224,12 @@ def test_all_rows_adamw_equals_torch_where_steps_use_some_rows(table, rng):
         theirs.step()
         loss_of(table.gather(rows), target).backward()
         ours.step(step + 1, 1.0)
-    torch.testing.assert_close(table.weight.detach(), reference.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        table.weight.detach(),
+        reference.detach(),
+        rtol=1e-6,
+        atol=1e-6,
+    )
 
 
 def test_some_rows_then_all_rows_share_their_moments(table, rng):
@@ -239,7 +249,12 @@ def test_some_rows_then_all_rows_share_their_moments(table, rng):
         rows = None if step % 2 else every[order]
         loss_of(table.gather(rows), target if rows is None else target[order]).backward()
         ours.step(step + 1, 1.0)
-    torch.testing.assert_close(table.weight.detach(), reference.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        table.weight.detach(),
+        reference.detach(),
+        rtol=1e-6,
+        atol=1e-6,
+    )
 
 
 # -- what a step touches

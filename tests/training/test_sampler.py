@@ -136,7 +136,12 @@ def test_hard_negatives_of_one_query(rng):
     for row in range(40):
         for eta in (1, 3, 8, 50):
             sampler = case.sampler(eta=eta)
-            batch = sampler.batch(np.array([row]), epoch=0, step=0, shortlist_NH=case.shortlist)
+            batch = sampler.batch(
+                np.array([row]),
+                epoch=0,
+                step=0,
+                shortlist_NH=case.shortlist,
+            )
             hard = set(batch.pool_S.tolist()) - sampled_labels(batch)[0]
             assert hard <= case.allowed(row)
             assert len(hard) == min(eta, len(case.allowed(row)))
@@ -171,7 +176,12 @@ def test_size_limit_takes_groups_in_order_and_the_most_frequent_first(size, fill
     case = SamplerCase(rng)
     rows = rng.choice(40, size=10, replace=False)
     # eta beyond the shortlist: every allowed entry is drawn, so frequencies are known.
-    unlimited = case.sampler(eta=8).batch(rows, epoch=3, step=4, shortlist_NH=case.shortlist)
+    unlimited = case.sampler(eta=8).batch(
+        rows,
+        epoch=3,
+        step=4,
+        shortlist_NH=case.shortlist,
+    )
     sampled = sampled_labels(unlimited)
     groups = [Counter(label for labels in sampled.values() for label in labels)]
     groups.append(Counter(label for row in rows for label in case.allowed(row)))
@@ -263,7 +273,12 @@ def test_a_fill_that_finds_nothing_changes_nothing(rng):
 
 def test_full_pool_is_all_labels_and_still_marks_sampled_positives(rng):
     case = SamplerCase(rng)
-    batch = case.sampler(beta=1).batch(np.arange(12), epoch=0, step=0, up_to=30)
+    batch = case.sampler(beta=1).batch(
+        np.arange(12),
+        epoch=0,
+        step=0,
+        up_to=30,
+    )
     assert batch.pool_S.tolist() == list(range(30))
     assert (
         np.bincount(batch.positive_row_P, minlength=12).tolist() == batch.num_positives_B.tolist()
@@ -444,7 +459,14 @@ def test_random_batches_cover_rows_once_in_even_sizes(n, size):
 
 def test_random_batches_change_by_epoch_and_repeat_for_the_same():
     def flat(epoch, seed=0):
-        return np.concatenate(random_batches(np.arange(50), 8, seed=seed, epoch=epoch)).tolist()
+        return np.concatenate(
+            random_batches(
+                np.arange(50),
+                8,
+                seed=seed,
+                epoch=epoch,
+            )
+        ).tolist()
 
     assert flat(1) == flat(1)
     assert flat(1) != flat(2) != list(range(50))

@@ -198,9 +198,19 @@ def test_a_residual_step_is_that_of_a_dense_reference(open_trainer):
     expected = -torch.stack(
         [log_p_BS[i, torch.from_numpy(row)].mean() for i, row in enumerate(pairs)]
     ).mean()
-    torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        loss.detach().double(),
+        expected.detach(),
+        rtol=1e-5,
+        atol=1e-6,
+    )
     expected.backward()
-    torch.testing.assert_close(model.head_clf[0].weight.grad.double(), w.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        model.head_clf[0].weight.grad.double(),
+        w.grad,
+        rtol=1e-4,
+        atol=1e-5,
+    )
     torch.testing.assert_close(
         model.table.used[1].grad.double(), free_SD.grad, rtol=1e-4, atol=1e-5
     )

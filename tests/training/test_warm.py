@@ -323,7 +323,12 @@ def test_a_training_starts_where_the_other_ended(go_on):
     for row, uid in enumerate(second.dataset.label_uids()):
         # a new label's text is encoded in another batch: on some processors its row rounds
         # differently
-        same = torch.allclose(shrunk[row], second.model.table.weight[row], rtol=0, atol=1e-6)
+        same = torch.allclose(
+            shrunk[row],
+            second.model.table.weight[row],
+            rtol=0,
+            atol=1e-6,
+        )
         assert same == uid.startswith("new"), uid
     begun = read_json_lines(first.run_dir / "history.jsonl")[0]["loss"]
     train_to_the_end(second)

@@ -241,7 +241,11 @@ def test_a_severity_decides_what_a_share_beyond_its_bound_means(
     assert line.startswith("queries: empty texts: none allowed; found 1 of 80") and line.endswith(
         "validation.empty_texts"
     )
-    assert found == {"error": [[line], []], "warn": [[], [line]], "off": [[], []]}
+    assert found == {
+        "error": [[line], []],
+        "warn": [[], [line]],
+        "off": [[], []],
+    }
 
 
 def test_every_check_has_a_limit_in_the_parameters() -> None:

@@ -58,7 +58,11 @@ def test_every_encoder_in_onnxruntime(make_bundle, tmp_path, name, normalize, bi
     together = run(tmp_path / "out", texts)
     alone = run(tmp_path / "out", [texts[1]])
     assert list(together) == told["outputs"] == ["de", "clf", "vector"]
-    expected = {"de": de, "clf": clf, "vector": real_model.queries(scored_by(bundle.info), de, clf)}
+    expected = {
+        "de": de,
+        "clf": clf,
+        "vector": real_model.queries(scored_by(bundle.info), de, clf),
+    }
     for output, vectors in expected.items():
         assert together[output].dtype == np.float32
         assert together[output].shape == vectors.shape
