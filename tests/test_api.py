@@ -67,7 +67,8 @@ def test_fit_and_predict(model, data):
     hits = sum(str(label) == first[row] for row, label in data.pairs)
     assert hits > len(data.queries) // 4  # 40 labels: chance is one in 40
     only = model.predict([data.queries[0]], k=3, allow=[found[1].uid, found[2].uid])[0]
-    assert {label.uid for label in only} == {found[1].uid, found[2].uid}
+    uids = {label.uid for label in only}
+    assert uids == {found[1].uid, found[2].uid}
     assert found[0].uid not in {
         label.uid for label in model.predict([data.queries[0]], k=3, deny=[found[0].uid])[0]
     }

@@ -288,7 +288,8 @@ def test_predict_hands_files_on(run, bundle: Path, monkeypatch: pytest.MonkeyPat
     words = ["predict", "--input", "in.csv", "--output", "out.parquet"]
     code, out, _ = run(*words, "-k", "3", "--column", "body")
     assert code == 0
-    assert run(*words, "--runtime", "onnx", "--set", "raw.quotes=no")[0] == 0
+    exit_code = run(*words, "--runtime", "onnx", "--set", "raw.quotes=no")[0]
+    assert exit_code == 0
     assert quotes == ["auto", "no"]
     assert calls == [
         (FakeBundle, "in.csv", "out.parquet", 3, "body", "auto"),

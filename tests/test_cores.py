@@ -113,7 +113,8 @@ def sizes(*command: str, **variables: str) -> list[str]:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_pools_have_the_size_of_the_affinity_or_of_the_users_variable():
     one = str(min(os.sched_getaffinity(0)))
-    assert sizes("taskset", "-c", one) == ["1", "1", "1", "1", "PASSIVE"]
+    expected = ["1", "1", "1", "1", "PASSIVE"]
+    assert sizes("taskset", "-c", one) == expected
     given = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "ACTIVE", "OPENBLAS_NUM_THREADS": "2"}
     assert sizes(**given)[1:] == ["1", "1", "2", "ACTIVE"]
 
@@ -133,7 +134,8 @@ def test_pools_do_not_nest():
     torch.set_num_threads(2)
     try:
         with cores.thread_pool(3) as threads:
-            assert list(threads.map(inside, range(6))) == [(1, {1})] * 6
+            expected = [(1, {1})] * 6
+            assert list(threads.map(inside, range(6))) == expected
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

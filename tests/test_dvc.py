@@ -323,7 +323,8 @@ def experiments(project: Project) -> dict[str, str]:
     store.
     """
     looked = [json.loads(line) for line in Path(project.env["LOOKED"]).read_text().splitlines()]
-    assert {found["store"] for found in looked} == {f"sqlite:///{project.root}/mlflow/mlflow.db"}
+    stores = {found["store"] for found in looked}
+    assert stores == {f"sqlite:///{project.root}/mlflow/mlflow.db"}
     assert all(found["folder"].startswith(f"{project.root}/.dvc/tmp/exps/") for found in looked)
     rows = list(csv.DictReader(project.dvc("exp", "show", "--csv", "--only-changed").splitlines()))
     shown = {row["Experiment"]: row["optim.lr_clf"] for row in rows if row["Experiment"]}

@@ -161,7 +161,8 @@ def test_only_some_sections_and_no_time_left(gpu, tmp_path, monkeypatch):
     assert gpu.main([*common, "--minutes", "0.5"]) == 0
     assert ran == ["step", "bf16"]
     skipped = json.loads((tmp_path / "gpu.json").read_text())["figures"]
-    assert [figure["what"] for figure in skipped] == ["skipped"] * len(replaced)
+    kinds = [figure["what"] for figure in skipped]
+    assert kinds == ["skipped"] * len(replaced)
     assert skipped[0]["value"] == "30 s left, about 50 s needed"
 
 
@@ -226,7 +227,8 @@ def test_a_card_that_waits_is_told_once_a_step(gpu, card, monkeypatch):
     right = gpu.gpu_training.Trainer.train_step
     monkeypatch.setattr(gpu.gpu_training.Trainer, "train_step", waiting)
     assert gpu.run_sections(card, ["synchronisations"]) == 1
-    assert [figure.value for figure in card.figures[:3]] == [9, 9, 9]
+    values = [figure.value for figure in card.figures[:3]]
+    assert values == [9, 9, 9]
     assert card.modes[-1] == "default"
 
 

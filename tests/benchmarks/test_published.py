@@ -360,7 +360,8 @@ def test_a_stand_in_goes_through_every_stage(stand_in, encoder_at_hand, tmp_path
     assert 0 < float(cells["memory, GiB"]) < 4
     at = tmp_path / "work" / "LF-AmazonTitles-131K"
     history = (at / "outputs" / "model" / "history.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in history] == [0, 10, 20]
+    steps = [json.loads(line)["step"] for line in history]
+    assert steps == [0, 10, 20]
     assert json.loads((at / "outputs" / "metrics.json").read_text())["test"]["P@1"] >= 0
 
 

@@ -66,7 +66,8 @@ def test_ratios_are_taken_within_turns(scale, options, tmp_path, monkeypatch, ca
     scale.measure_steps(given)
     cells = json.loads((tmp_path / "scale_step.json").read_text())["cells"]
     assert list(cells) == ["plain/10000", "plain/100000", f"plain/{scale.CONTROL}"]
-    assert [cell["ratio"] for cell in cells.values()] == [1, 1, 1]
+    ratios = [cell["ratio"] for cell in cells.values()]
+    assert ratios == [1, 1, 1]
     assert FakeWorker.turns[3:9] == [10_000, 100_000, 100_000, 100_000, 100_000, 10_000], (
         "none is always first"
     )

@@ -92,7 +92,8 @@ def test_the_whole_run_at_a_thousandth(scale_run, tmp_path):
     size = scale_run.size_of(0.001)
     scale_run.run(tmp_path, size, None)
     results = json.loads((tmp_path / "scale_run.json").read_text())
-    assert list(results["cells"]) == list(scale_run.stages(size))
+    cells = list(results["cells"])
+    assert cells == list(scale_run.stages(size))
     assert results["cells"]["serve"]["p95_ms"] > 0
     import pyarrow.parquet as pq
 

@@ -154,7 +154,8 @@ def test_probabilities_are_those_of_the_scores(rng, tmp_path):
     (tmp_path / "in.csv").write_text("query\nred car\n")
     predict_file(bundle, tmp_path / "in.csv", tmp_path / "out.jsonl", k=2)
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [row["probability"] for row in rows] == bundle.predict(["red car"], k=2)[0].probabilities
+    probabilities = [row["probability"] for row in rows]
+    assert probabilities == bundle.predict(["red car"], k=2)[0].probabilities
     bundle.info = bundle.info.model_copy(update={"calibration": None})
     assert bundle.predict(["red"])[0].probabilities == []
     assert bundle.predict_table(["red"])["probability"].to_pylist() == [None] * 5
@@ -246,7 +247,8 @@ def test_files_that_cannot_be_read_leave_nothing_behind(rng, tmp_path):
             predict_file(bundle, source, tmp_path / "out.csv")
         assert source.name in str(caught.value), caught.value
         assert (tmp_path / "out.csv").read_text() == "before"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["b", "files", "model", "out.csv"]
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == ["b", "files", "model", "out.csv"]
     with pytest.raises(DataError, match=r"broken\.jsonl:2"):
         predict_file(bundle, folder / "broken.jsonl", tmp_path / "out.csv")
     (folder / "good.csv").write_text("query\nred\n")

@@ -172,13 +172,16 @@ def test_every_format_gives_the_same(name: str, tmp_path: Path) -> None:
     lines = {"csv": [2, 4, 5], "tsv": [2, 4, 5], "jsonl": [1, 2, 3], "parquet": [1, 2, 3]}[
         name.split(".")[1]
     ]
-    assert [item.where for item in found] == [f"{name}:{line}" for line in lines]
-    assert [item.uid for item in read_labels(tmp_path / name, quoted)] == ["a", "7", "c d"]
+    places = [item.where for item in found]
+    assert places == [f"{name}:{line}" for line in lines]
+    uids = [item.uid for item in read_labels(tmp_path / name, quoted)]
+    assert uids == ["a", "7", "c d"]
 
 
 def test_uids_alone_and_other_names(tmp_path: Path) -> None:
     (tmp_path / "gone.csv").write_text("\ufeffuid,why\nx,old\n\ny,\n", encoding="utf-8")
-    assert [item.uid for item in read_labels(tmp_path / "gone.csv")] == ["x", "y"]
+    uids = [item.uid for item in read_labels(tmp_path / "gone.csv")]
+    assert uids == ["x", "y"]
     for name in ("id", "label_id"):
         (tmp_path / "gone.csv").write_text(f"{name},text\nx,old\ny,\n", encoding="utf-8")
         assert [item.uid for item in read_labels(tmp_path / "gone.csv")] == ["x", "y"]

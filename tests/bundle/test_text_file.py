@@ -52,7 +52,8 @@ def test_without_labels_and_with_other_names(tmp_path: Path) -> None:
     path.write_text("said,labels\nx,L1 L2\ny,\n")
     assert read_window(path, "said").labels == [["L1", "L2"], []]
     (tmp_path / "b.jsonl").write_text('{"text": "x", "labels": "L1 L2"}\n{"text": "y"}\n')
-    assert read_window(tmp_path / "b.jsonl").labels == [["L1", "L2"], []]
+    expected = [["L1", "L2"], []]
+    assert read_window(tmp_path / "b.jsonl").labels == expected
 
 
 def test_a_file_of_feedback(tmp_path: Path) -> None:

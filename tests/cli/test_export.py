@@ -106,12 +106,14 @@ def test_predictions_do_not_depend_on_what_encodes(run, bundle, monkeypatch) -> 
     Path("q.csv").write_text("text\nriver engine\nmusic window w3\n")
     for name, runtime in (("a.jsonl", "torch"), ("b.jsonl", "auto")):
         words = ["--input", "q.csv", "--output", name, "-k", "3", "--runtime", runtime]
-        assert run("predict", "--bundle", str(bundle), *words)[0] == 0
+        exit_code = run("predict", "--bundle", str(bundle), *words)[0]
+        assert exit_code == 0
     rows = [
         [json.loads(line) for line in Path(name).read_text().splitlines()]
         for name in ("a.jsonl", "b.jsonl")
     ]
-    assert [row["label"] for row in rows[0]] == [row["label"] for row in rows[1]]
+    labels = [row["label"] for row in rows[0]]
+    assert labels == [row["label"] for row in rows[1]]
     assert len(rows[0]) == 6
     np.testing.assert_allclose(
         [row["score"] for row in rows[0]], [row["score"] for row in rows[1]], rtol=1e-4

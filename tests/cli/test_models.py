@@ -86,7 +86,8 @@ def test_the_table_of_models(models_cli):
         "gate",
         "registered",
     ]
-    assert first[:-1] == [a, "champion", "31.25", "", "toy abcdef01", "cold", "12345678", "passed"]
+    expected = [a, "champion", "31.25", "", "toy abcdef01", "cold", "12345678", "passed"]
+    assert first[:-1] == expected
     assert second[:-1] == [
         b,
         "challenger",
@@ -130,7 +131,8 @@ def test_promote_and_rollback(models_cli):
     code, _, error = models_cli.run("models", "promote", b)
     assert code == 6 and "did not pass the gate: code" in error and "--force" in error
     assert models_cli.run("models", "promote", b, "--force")[0] == 0
-    assert aliases(models_cli.client, models_cli.name) == {"champion": b, "previous": a}
+    expected = {"champion": b, "previous": a}
+    assert aliases(models_cli.client, models_cli.name) == expected
     code, shown, _ = models_cli.run("models", "rollback", "--reason", "odd", "--json")
     assert code == 0 and json.loads(shown) == {
         "model": models_cli.name,

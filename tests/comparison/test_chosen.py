@@ -51,10 +51,12 @@ def test_every_recipe_cell_is_searched_from_itself_on_the_tuning_data(write: Wri
     assert list(jobs) == ["part/first/4", "part/second/4", "part/third/4"]
     assert {job.kind for job in jobs.values()} == {"trial"}
     assert jobs["part/first/4"].params.optim.epochs == 2
-    assert jobs["part/first/4"].ranges == {"lr": {"low": 0.5, "high": 4}, "loss.margin": [0.3, 0.5]}
+    expected = {"lr": {"low": 0.5, "high": 4}, "loss.margin": [0.3, 0.5]}
+    assert jobs["part/first/4"].ranges == expected
     assert jobs["part/third/4"].ranges == jobs["part/second/4"].ranges
     # a second stage starts from the first one as it is, which is kept for that
-    assert {job.needs for job in jobs.values() if job.cell != "first"} == {"part/first/4"}
+    needs = {job.needs for job in jobs.values() if job.cell != "first"}
+    assert needs == {"part/first/4"}
     assert [key for key in jobs if comparison.steps[key].spec["keep"]] == ["part/first/4"]
     assert len({comparison.steps[key].folder for key in jobs}) == len(jobs)
     assert [s.name for s in select(comparison, ["second"])[1:]] == ["part/first/4", "part/second/4"]
@@ -94,7 +96,8 @@ def test_the_best_trial_is_chosen_and_applied(write: Write) -> None:
         "second": {"lr": 3, "pool.eta": 1},
         "third": {"lr": 2},
     }
-    assert written["first"]["trials"] == {"as it is": 10.0, "loss.margin=0.5": 11.0, "lr=2": None}
+    expected = {"as it is": 10.0, "loss.margin=0.5": 11.0, "lr=2": None}
+    assert written["first"]["trials"] == expected
     assert written["second"]["trials"] == {"as it is": 10.0, "lr=2": 12.4, "lr=3, pool.eta=1": 12.5}
     plain = load_comparison(path)
     assert not any(job.data == "part" for job in plain.jobs.values())

@@ -190,7 +190,8 @@ def test_tuned_then_compared(project: Path, capfd: pytest.CaptureFixture[str]) -
     before = [file.stat().st_mtime_ns for file in results]
     again = unidec("--tune", *short)
     assert again.returncode == 0, again.stderr
-    assert yaml.safe_load((project / "tuned/c.yaml").read_text())["depsl"] == entry
+    depsl = yaml.safe_load((project / "tuned/c.yaml").read_text())["depsl"]
+    assert depsl == entry
     assert [file.stat().st_mtime_ns for file in results] == before
     made = unidec("--only", "depsl", *short)
     assert made.returncode == 0, made.stderr

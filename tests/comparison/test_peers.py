@@ -232,7 +232,8 @@ def test_a_script_gets_task_and_settings_and_its_predictions_come_back(own, tiny
         "(out / 'facts.json').write_text(json.dumps(facts))\n"
     )
     labels, facts = run_peer("own", tiny_dataset, SETTINGS)
-    assert labels[0].tolist() == [*range(39, 0, -1), -1]
+    expected = [*range(39, 0, -1), -1]
+    assert labels[0].tolist() == expected
     assert facts["version"] == "own 9.9"
     assert facts["peak_memory_bytes"] == 77
     assert facts["search_ms"] == 2.0

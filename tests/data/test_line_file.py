@@ -90,7 +90,8 @@ def test_torn_lines_anywhere_are_skipped_and_named(
     ):
         caplog.clear()
         path.write_bytes(b"".join([*before, torn.removesuffix(b"\n") + b"\n", *after]))
-        assert len(rows(path)) == len(before) + len(after)
+        expected = len(before) + len(after)
+        assert len(rows(path)) == expected
         assert f"{path}:{len(before) + 1} is skipped" in caplog.text
 
 

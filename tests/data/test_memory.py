@@ -149,7 +149,8 @@ def test_an_index_holds_the_uids_and_pairs_follow_it() -> None:
     queries = pd.Series(QUERIES, index=[30, 10, 20])
     raw = from_memory(queries, LABELS, [(10, 1), (30, 0)])
     assert raw.queries["train"]["uid"].to_pylist() == ["30", "10", "20"]
-    assert raw.relevance["train"].toarray().tolist() == [[1, 0], [0, 1], [0, 0]]
+    expected = [[1, 0], [0, 1], [0, 0]]
+    assert raw.relevance["train"].toarray().tolist() == expected
     kept = frame(QUERIES)[lambda rows: rows["text"].str.contains("shoes")]  # its index has a gap
     assert from_memory(kept, LABELS, [(2, 0)]).relevance["train"].toarray().tolist() == [
         [0, 0],

@@ -62,7 +62,8 @@ def test_every_figure_of_texts_by_hand(tiny_bert: Path) -> None:
     words = [word for text in TEXTS for word in words_of(text)]
     assert summary["count"] == count
     assert summary["length"]["mean"] == sum(len(text.strip()) for text in TEXTS) / count
-    assert summary["tokens"]["mean"] == sum(map(len, real)) / count
+    mean = summary["tokens"]["mean"]
+    assert mean == sum(map(len, real)) / count
     assert sum(summary["tokens"]["buckets"]) == sum(map(len, real))
     assert summary["unknown_tokens"] == share(sum(unknown), sum(map(len, real)))
     assert summary["cut"] == share(sum(len(row) == 16 for row in ids), count)
@@ -98,7 +99,8 @@ def test_figures_of_a_data_set_by_hand(tiny_dataset: XMCDataset, tiny_bert: Path
         "labels": 40,
         "pairs": int(dense.sum()),
     }
-    assert figures["positives"] == pytest.approx(dense.sum() / 60)
+    positives = figures["positives"]
+    assert positives == pytest.approx(dense.sum() / 60)
     assert shares["labels_without_training_points"] == {"share": (points == 0).sum() / 40, "of": 40}
     assert shares["unseen_labels"]["of"] == asked.sum()
     assert shares["unseen_labels"]["share"] == pytest.approx(
@@ -147,7 +149,8 @@ def test_degenerate_data(
 def test_of_many_texts_some_are_looked_at(
     tiny_dataset: XMCDataset, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert spaced(np.arange(10), 4).tolist() == [0, 3, 6, 9]
+    expected = [0, 3, 6, 9]
+    assert spaced(np.arange(10), 4).tolist() == expected
     assert spaced(np.arange(3), 4).tolist() == [0, 1, 2]
     monkeypatch.setattr(profile.spaced, "__defaults__", (7,))
     figures = profile_dataset(tiny_dataset, tiny_bert, 16)

@@ -50,7 +50,8 @@ def test_quotes_that_are_text_in_tsv(tmp_path: Path, texts: tuple[str, ...]) -> 
 def test_quotes_that_enclose_in_tsv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = '"one, two"', "plain", '"a ""b"" c"', '"tab\tin it"'
     rows = read(tmp_path / "a.tsv", tsv(*texts))
-    assert [cells[1] for _, cells in rows] == ["one, two", "plain", 'a "b" c', "tab\tin it"]
+    expected = ["one, two", "plain", 'a "b" c', "tab\tin it"]
+    assert [cells[1] for _, cells in rows] == expected
     assert "a.tsv: quotes enclose fields and are removed" in (said := capsys.readouterr().err)
     assert "first in line 4" in said and "raw.quotes: no" in said
     assert [cells[1] for _, cells in read(tmp_path / "a.tsv", tsv('"x"'), "no")] == ['"x"']
@@ -95,7 +96,8 @@ def test_quotes_that_can_be_read_in_two_ways(
 
 def test_the_key_decides(tmp_path: Path) -> None:
     spans = 'id,text\nq1,"open\nq2,b\nq3,closes"\n'
-    assert read(tmp_path / "a.csv", spans, "yes") == [(2, ["q1", "open\nq2,b\nq3,closes"])]
+    expected = [(2, ["q1", "open\nq2,b\nq3,closes"])]
+    assert read(tmp_path / "a.csv", spans, "yes") == expected
     assert [cells for _, cells in read(tmp_path / "a.csv", spans, "no")] == [
         ["q1", '"open'],
         ["q2", "b"],

@@ -66,7 +66,8 @@ def test_json_lines(tmp_path: Path) -> None:
     rows, faults = rows_and_faults(tmp_path / "a.jsonl")
     good = {number: json.loads(lines[number - 1]) for number in (1, 4, 8, 9)}
     assert rows == [(number, good.get(number, {})) for number in (1, 4, 5, 6, 7, 8, 9, 10)]
-    assert [line for _, line in faults] == [5, 6, 7, 10]
+    expected = [5, 6, 7, 10]
+    assert [line for _, line in faults] == expected
     with pytest.raises(DataError, match=r"a\.jsonl:5: not a JSON object"):
         list(read_rows(tmp_path / "a.jsonl", ["a"]))
 
@@ -76,7 +77,8 @@ def test_damaged_parquet_is_named_at_any_moment(tmp_path: Path) -> None:
     pq.write_table(
         pa.table({"text": [str(number) * 50 for number in range(5000)]}), path, compression="none"
     )
-    assert list(read_rows(path, ["text"]))[1] == (2, {"text": "1" * 50})
+    expected = (2, {"text": "1" * 50})
+    assert list(read_rows(path, ["text"]))[1] == expected
     data = bytearray(path.read_bytes())
     path.write_bytes(data[:-20])
     with pytest.raises(DataError, match="not a readable Parquet file"):

@@ -353,7 +353,8 @@ def test_unknown_tokens_of_other_tokenizers(tmp_path):
     for name, tokenizer in made.items():
         (tmp_path / name).mkdir()
         tokenizer.save(str(tmp_path / name / "tokenizer.json"))
-    assert [TextTokenizer(tmp_path / name, 8).unknown_id for name in made] == [1, -1, -1]
+    unknown_ids = [TextTokenizer(tmp_path / name, 8).unknown_id for name in made]
+    assert unknown_ids == [1, -1, -1]
 
 
 # -- texts with the same tokens

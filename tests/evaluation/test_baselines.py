@@ -85,7 +85,8 @@ def test_the_sentence_names_gains_losses_and_what_is_open(case):
 
     def judged(labels):
         found = compare_with_baselines(labels, truth, measured, inverse, groups)
-        assert [one.metric for one in found[: len(COMPARED)]] == list(COMPARED)
+        metrics = [one.metric for one in found[: len(COMPARED)]]
+        assert metrics == list(COMPARED)
         return found, verdict(found)
 
     found, words = judged(perfect_answers(truth))

@@ -110,7 +110,8 @@ def test_a_better_one_passes_a_worse_one_does_not_and_the_same_one_ties() -> Non
     )
     assert better.better - better.worse == 0.3 * 400
     worse = judged(ranking(half), ranking(more), truth, weight, group, RULES)
-    assert checks(worse) == {"nDCG@5": False, "confidence": False, "P@1": False, "tail/R@10": False}
+    expected = {"nDCG@5": False, "confidence": False, "P@1": False, "tail/R@10": False}
+    assert checks(worse) == expected
     assert worse.difference == -better.difference
     same = judged(ranking(half), ranking(half), truth, weight, group, RULES)
     assert all(checks(same).values())

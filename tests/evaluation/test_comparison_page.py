@@ -168,7 +168,8 @@ def test_all_parts_are_there(undrawn):
     ]
     # ranges of 3 metrics and of 3 groups, P@1 against PSP@5, curves of the 3 metrics that the
     # rounds have; each task
-    assert page.tags.count("svg") == 2 * (3 + 3 + 1 + 3)
+    expected = 2 * (3 + 3 + 1 + 3)
+    assert page.tags.count("svg") == expected
 
 
 def test_the_headline_table(undrawn):
@@ -177,7 +178,8 @@ def test_the_headline_table(undrawn):
     mean = statistics.fmean(values)
     spread = statistics.stdev(values)
     row = page.row("some text c", "3")
-    assert row[2] == f"{mean:.2f} ± {spread:.2f} ▲"
+    expected = f"{mean:.2f} ± {spread:.2f} ▲"
+    assert row[2] == expected
     assert page.row("some text a", "3")[2].endswith("▼")
     assert page.row("some text b", "3")[2].endswith("0.10")
     assert page.row("some text peer peer", "1")[2] == "41.50"
@@ -221,7 +223,8 @@ def test_costs_and_curves():
     assert row[1:] == ["140", "200", "0.25", "500", "123,456"]
     curves = {cell.name: _curve(cell, "P@1") for cell in full.cells}
     assert curves["some text a"].x == [1.5, 3.0, 4.5]
-    assert curves["some text a"].y == pytest.approx([13.333, 26.667, 40.0], abs=0.001)
+    expected = pytest.approx([13.333, 26.667, 40.0], abs=0.001)
+    assert curves["some text a"].y == expected
     assert curves["some text peer"].x == [141.5 / 60]
     assert curves["some text peer"].y == [41.5]
 
@@ -232,7 +235,8 @@ def test_curves_by_processor_time_where_every_round_has_it():
         curve=[line | {"work_seconds": 12.0 * line["round"]} for line in _run(0, 40.0).curve],
     )
     cell = Cell("t", "a", runs=[worked])
-    assert _curve(cell, "P@1", by_work=True).x == pytest.approx([0.2, 0.4, 0.6])
+    expected = pytest.approx([0.2, 0.4, 0.6])
+    assert _curve(cell, "P@1", by_work=True).x == expected
     served = Cell(
         "t", "served", runs=[Run(0, {}, {"P@1": 3.0}, {"work_seconds": 90.0, "train_seconds": 7.0})]
     )

@@ -202,7 +202,8 @@ def test_a_later_data_set_within_and_beyond_its_bounds(profile: Figures) -> None
     )
     assert states(lambda new: None, label_changes={"left": 0.05, "new": 0.05}) == {}
     found = states(lambda new: None, label_changes={"left": 0.2, "new": 0.9})
-    assert list(found.items()) == [("labels_new", "stop"), ("labels_left", "warning")]
+    expected = [("labels_new", "stop"), ("labels_left", "warning")]
+    assert list(found.items()) == expected
 
 
 def test_nothing_before_bounds_nothing(profile: Figures) -> None:

@@ -152,7 +152,8 @@ def test_each_figure_has_a_table_behind_it():
     assert chart.table.rows == [["1", "0.5", "–"], ["2", "–", "1,234,567"], ["3", "0.25", "–"]]
     bars = bar_chart("c", ["g", "h"], [("a", [10.0, 5.0]), ("b", [3.0, NAN])], "y", x_label="x")
     assert bars is not None
-    assert bars.table.rows == [["g", "10", "3"], ["h", "5", "0"]]
+    expected = [["g", "10", "3"], ["h", "5", "0"]]
+    assert bars.table.rows == expected
     ranges = range_chart("c", [Range("a", 10.0, (9.0, 11.0)), Range("b", 20.0)], "x")
     assert ranges is not None
     assert ranges.table.rows == [["a", "10.00, 9.00 to 11.00"], ["b", "20.00"]]
@@ -173,7 +174,8 @@ def test_an_axis_in_percent_ends_at_a_hundred(label, most):
         seen.append(axes)
 
     dataclasses.replace(chart, draw=draw).svg()
-    assert seen[0].get_ylim() == pytest.approx((0.0, most))
+    expected = pytest.approx((0.0, most))
+    assert seen[0].get_ylim() == expected
     assert seen[0].get_xlim() == (-0.5, 0.5)
 
 

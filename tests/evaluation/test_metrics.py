@@ -283,13 +283,15 @@ def test_remove_filtered_equals_a_slow_loop(k, density):
     assert got.dtype == np.int64
     for i in range(40):
         left = [p for p in predicted[i] if p >= 0 and not filtered[i, p]][:k]
-        assert got[i].tolist() == left + [-1] * (k - len(left))
+        expected = left + [-1] * (k - len(left))
+        assert got[i].tolist() == expected
 
 
 def test_what_is_left_moves_up():
     labels = np.array([[1, -1, 3, -1], [-1, -1, -1, 7]])
     assert moved_up(labels, 3).tolist() == [[1, 3, -1], [7, -1, -1]]
-    assert moved_up(labels, 1).tolist() == [[1], [7]]
+    expected = [[1], [7]]
+    assert moved_up(labels, 1).tolist() == expected
     assert moved_up(labels, 6).shape == (2, 6)
     assert moved_up(np.zeros((2, 0), dtype=int), 2).tolist() == [[-1, -1]] * 2
 

@@ -69,7 +69,8 @@ def test_parts_of_a_round():
 
 def test_wall_time_is_training_and_refreshes_summed_up():
     found = validation_records([*ROUNDS, {"train_seconds": 1.0}, {"validation": {"P@1": 1.0}}])
-    assert [row["seconds"] for row in found] == [59.0, 118.0, 177.0, 178.0]
+    seconds = [row["seconds"] for row in found]
+    assert seconds == [59.0, 118.0, 177.0, 178.0]
     assert [row["minutes"] for row in found] == pytest.approx(
         [row["seconds"] / 60 for row in found]
     )
@@ -88,7 +89,8 @@ def test_tables_for_dvc_plots(tmp_path):
     assert float(tables["training.csv"][3]["loss"]) == pytest.approx(HISTORY[3]["loss"], rel=1e-5)
     assert "loss_clf" not in tables["training.csv"][0]
     assert "lr_heads" in tables["training.csv"][0]
-    assert [row["epoch"] for row in tables["validation.csv"]] == ["5", "10", "15"]
+    epochs = [row["epoch"] for row in tables["validation.csv"]]
+    assert epochs == ["5", "10", "15"]
     assert [float(row["seconds"]) for row in tables["validation.csv"]] == [59, 118, 177]
     assert [float(row["P_at_1"]) for row in tables["validation.csv"]] == [31, 32, 33]
     at_k = tables["at_k.csv"]

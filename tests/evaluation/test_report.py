@@ -304,7 +304,8 @@ def test_contributions_of_groups_stand_beside_the_metric_within_each(undrawn):
     )
     # 200 queries, 2 percent of 1000 places: 20 hits, which are 20 of the 100 places of the 20
     # queries with such a label
-    assert page.row("both heads, torso")[1:] == ["2.00", "20.00", "5.00", "20"]
+    expected = ["2.00", "20.00", "5.00", "20"]
+    assert page.row("both heads, torso")[1:] == expected
 
 
 def test_the_best_of_a_column_is_bold():

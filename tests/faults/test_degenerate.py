@@ -129,7 +129,8 @@ def test_a_batch_without_any_positive_costs_nothing(tiny_raw: RawData, train: Tr
     _, lines = train(with_train(tiny_raw, relevance), **{"pool.batch_size": 4, "pool.eta": 0})
     losses = [line["loss"] for line in lines]
     assert losses.count(0.0) == len(losses) - 2  # one batch an epoch has the pair
-    assert [line["grad_norm"] for line in lines if line["loss"] == 0] == [0.0] * (len(losses) - 2)
+    grad_norms = [line["grad_norm"] for line in lines if line["loss"] == 0]
+    assert grad_norms == [0.0] * (len(losses) - 2)
 
 
 @pytest.mark.parametrize("system", SYSTEMS, ids=str)
@@ -175,7 +176,8 @@ def test_a_pool_smaller_than_the_positives(tiny_raw: RawData, train: Train, eta:
     """
     _, lines = train(tiny_raw, **{"pool.beta": 8, "pool.size": 12, "pool.eta": eta})
     assert {line["pool_size"] for line in lines} == {12}
-    assert lines[-1]["loss"] < lines[0]["loss"]
+    loss = lines[-1]["loss"]
+    assert loss < lines[0]["loss"]
 
 
 def test_every_label_is_a_positive_or_filtered(

@@ -246,7 +246,8 @@ def test_stopped_and_gone_on_with(
     assert f"(step {step})" in printed
     assert "refresh" not in printed.split("resumes")[0]
     assert project.outcome() == never_stopped
-    assert project.tracked() == ("FINISHED", list(range(0, EPOCHS * STEPS_AN_EPOCH, 10)))
+    expected = ("FINISHED", list(range(0, EPOCHS * STEPS_AN_EPOCH, 10)))
+    assert project.tracked() == expected
 
 
 SLOW_TO_SAVE = """

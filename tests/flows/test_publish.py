@@ -183,7 +183,8 @@ def test_a_registry_that_is_away_costs_a_warning(publish, repository, monkeypatc
     monkeypatch.setattr(publish, "open_client", away)
     retrained()
     with caplog.at_level(logging.WARNING):
-        assert publish.commit(params_of(), 7, "champion")["commit"] == git("rev-parse", "HEAD")
+        commit = publish.commit(params_of(), 7, "champion")["commit"]
+        assert commit == git("rev-parse", "HEAD")
     assert "the registry is away" in caplog.text
 
 

@@ -295,7 +295,8 @@ def test_help_and_deployment(predict, capsys):
     ]
     (deployment,) = [one for one in described if one["flow_name"] == predict.name]
     assert deployment["entrypoint"] == "flows/predict.py:predict"
-    assert set(deployment["parameters"]) <= set(inspect.signature(predict.fn).parameters)
+    parameters = set(deployment["parameters"])
+    assert parameters <= set(inspect.signature(predict.fn).parameters)
 
 
 @pytest.mark.slow

@@ -57,7 +57,8 @@ def run(
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0] * world, "\n".join(errors)
+    returncodes = [process.returncode for process in processes]
+    assert returncodes == [0] * world, "\n".join(errors)
     return [
         dict(np.load(folder / f"{function}-{world}-{rank}.npz", allow_pickle=False))
         for rank in range(world)

@@ -88,7 +88,8 @@ def test_a_part_of_the_rows_is_gathered_by_global_ids(rng, train):
     table.forget()
     assert torch.equal(table.gather(None).detach(), values[10:22])
     empty = RowTable(ROWS, WIDTH, placement=Placement(first_row=ROWS, num_rows=0))
-    assert empty.gather(torch.zeros(0, dtype=torch.int64)).shape == (0, WIDTH)
+    shape = empty.gather(torch.zeros(0, dtype=torch.int64)).shape
+    assert shape == (0, WIDTH)
 
 
 def test_a_copy_shares_nothing(table, tmp_path):
@@ -145,7 +146,8 @@ def test_parts_of_a_table_are_not_another_gather(table):
         pass
     table.forget()
     with table.parts(torch.tensor([1, 2])), torch.no_grad():  # outside training nothing is kept
-        assert table.gather(torch.tensor([5])).shape == (1, WIDTH)
+        shape = table.gather(torch.tensor([5])).shape
+        assert shape == (1, WIDTH)
     table.forget()
 
 

@@ -68,7 +68,8 @@ def ask(address: str, key: str | None = None) -> Any:
 
 def test_a_team_trains_promotes_serves_and_pulls(team: Any) -> None:
     team.once("deploy")
-    assert [pool["name"] for pool in team.server.ask("work_pools/filter", {})] == ["local"]
+    names = [pool["name"] for pool in team.server.ask("work_pools/filter", {})]
+    assert names == ["local"]
     team.start("worker")
     team.server.completed(team.server.run(TRAIN), 1200)
 

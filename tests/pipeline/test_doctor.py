@@ -100,7 +100,8 @@ def test_a_kill_inside_write_folder_is_found(place: Path) -> None:
         "with write_folder('data/dataset', 'dataset', 1) as out:\n"
         "    (out.path / 'x').write_bytes(b'1')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -9
+    returncode = subprocess.run([sys.executable, "-c", code], timeout=60).returncode
+    assert returncode == -9
     repaired(1)
 
 
@@ -172,7 +173,8 @@ def test_a_damaged_checkpoint_beside_a_whole_one_and_alone() -> None:
     assert "newest intact one is used" in reported(1, "a damaged checkpoint", second.name).fix
     os.truncate(first / "dense.safetensors", 5)
     both = doctor.examine(fix=True)
-    assert [(f.severity, f.fixable) for f in both] == [("broken", False)] * 2
+    expected = [("broken", False)] * 2
+    assert [(f.severity, f.fixable) for f in both] == expected
     assert doctor.exit_code(both) == 4
 
 
@@ -197,7 +199,8 @@ def test_a_run_whose_process_was_killed(uri: str) -> None:
         "Tracker('doctor').start(Path('runs/a'), {'seed': 0})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == -9
+    returncode = subprocess.run([sys.executable, "-c", code], timeout=120).returncode
+    assert returncode == -9
     run_id = json.loads(Path("runs/a/tracking.json").read_text())["run_id"]
     at_work = Tracker("doctor")
     at_work.start(Path("runs/b"), {})

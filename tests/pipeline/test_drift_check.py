@@ -130,7 +130,8 @@ def test_the_bundle_carries_the_profile_of_what_it_serves(work: SimpleNamespace)
     dataset = paths.open_dataset()
     texts = dataset.query_texts(dataset.rows("validation"))
     vectors, scores = _answers(bundle, texts)
-    assert profile["served"]["mean"] == pytest.approx(vectors.mean(axis=0), abs=1e-4)
+    mean = profile["served"]["mean"]
+    assert mean == pytest.approx(vectors.mean(axis=0), abs=1e-4)
     assert profile["served"]["score_quantiles"][50] == pytest.approx(np.median(scores), abs=1e-4)
     assert scores == pytest.approx(bundle.predict_arrays(texts, 1).scores[:, 0], abs=1e-5)
     before = (paths.BUNDLE / "bundle.json").read_bytes()
@@ -347,7 +348,8 @@ def test_the_run_of_a_window(
     assert result.run_url.endswith(run.info.run_id)
     shift = next(finding["value"] for finding in result.findings if finding["check"] == "shift")
     assert run.data.metrics["drift/shift"] == pytest.approx(shift)
-    assert run.data.tags["drifted"] == str(result.drifted).lower()
+    drifted = run.data.tags["drifted"]
+    assert drifted == str(result.drifted).lower()
     assert {file.path for file in client.list_artifacts(run.info.run_id)} == {
         "index.html",
         "drift.json",
@@ -377,7 +379,8 @@ def test_drift_of_two_versions_and_of_a_file(
     through = pipeline.drift(params, CHAMPION, str(paths.DATASET))
     assert states(through)["train"] == "stop"
     odd = window(tmp_path / "odd.parquet", [f"hello how are you {number}" for number in range(300)])
-    assert states(pipeline.drift(params, first, odd))["length_distance"] == "warning"
+    length_distance = states(pipeline.drift(params, first, odd))["length_distance"]
+    assert length_distance == "warning"
     with pytest.raises(DataError):
         pipeline.drift(params, first, str(tmp_path))
 

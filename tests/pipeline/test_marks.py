@@ -155,7 +155,8 @@ def test_the_same_marks_again_change_nothing_and_training_goes_on_with_the_same_
         assert data.query_uids(data.rows(split)) == project.data.query_uids(
             project.data.rows(split)
         )
-    assert ingested["train"] == project.data.rows("train").size + 3
+    train = ingested["train"]
+    assert train == project.data.rows("train").size + 3
     again = project.run("next")
     assert again.unchanged == 4
     assert not (again.pairs or again.queries or again.removed)

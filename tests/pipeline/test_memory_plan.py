@@ -304,7 +304,8 @@ def test_the_peak_of_training_steps(
 
 
 def test_a_frozen_transformer_keeps_nothing(data, tiny_params):
-    assert measured(tiny_params(**FROZEN), *data).step["transformer"] == 0
+    transformer = measured(tiny_params(**FROZEN), *data).step["transformer"]
+    assert transformer == 0
 
 
 def test_logits_of_all_labels_are_not_counted_if_they_are_not_held(tiny_params):
@@ -421,7 +422,8 @@ def test_places_and_phases_of_a_plan():
     assert found.peak("host")[1] == 0
     assert found.peak("disk")[1] == 7
     exact = int(170 / (1 - MARGIN)) + 1
-    assert with_free(device=exact - 2, disk=1000).shortages == {"device": 170 / (exact - 2)}
+    expected = {"device": 170 / (exact - 2)}
+    assert with_free(device=exact - 2, disk=1000).shortages == expected
     assert not with_free(device=exact, disk=1000).shortages
     assert not with_free(device=None).shortages
 
@@ -550,7 +552,8 @@ def test_by_hand(run_cli, papers):
     assert not result["fits"]
     assert 4 < result["state_bytes"] / GIB < 6
     assert result["peaks"]["device"][0] == "step"
-    assert {item["place"] for item in result["estimate"]["amounts"]} == {"device", "host", "disk"}
+    places = {item["place"] for item in result["estimate"]["amounts"]}
+    assert places == {"device", "host", "disk"}
 
 
 def test_mistakes_by_hand(run_cli, papers):

@@ -46,7 +46,8 @@ def refused(params: Params, **options: Any) -> UnidecError:
 
 def test_right_settings_pass(params: Callable[..., Params]) -> None:
     pipeline.check_before_work(params())
-    assert {path.name for path in Path().iterdir()} == {"raw", "params.yaml"}, "nothing is written"
+    names = {path.name for path in Path().iterdir()}
+    assert names == {"raw", "params.yaml"}, "nothing is written"
 
 
 @pytest.mark.parametrize(

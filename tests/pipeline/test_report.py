@@ -99,7 +99,8 @@ def test_examples_are_the_largest_gains_and_losses_against_loops(with_baseline: 
         wanted = sorted(
             (g for g in gain.values() if not with_baseline or sign * g > 0), key=lambda g: -sign * g
         )[:6]
-        assert [one["gain"] for one in found[name]] == pytest.approx(wanted)
+        gains = [one["gain"] for one in found[name]]
+        assert gains == pytest.approx(wanted)
         assert len(wanted) > 3
         for one in found[name]:
             assert gain[one["query"]] == pytest.approx(one["gain"])
@@ -107,7 +108,8 @@ def test_examples_are_the_largest_gains_and_losses_against_loops(with_baseline: 
             assert [p["label"] for p in one["predictions"]] == [
                 f"l{label}" for label in ours[row, :5]
             ]
-            assert [p["correct"] for p in one["predictions"]] == hits[row, :5].tolist()
+            correctness = [p["correct"] for p in one["predictions"]]
+            assert correctness == hits[row, :5].tolist()
 
 
 @pytest.mark.parametrize(

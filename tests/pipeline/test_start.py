@@ -183,7 +183,8 @@ def test_without_a_champion(work):
 
 def test_as_asked_for(work):
     assert pipeline.choose_start(work.params(), "cold").reason == "as requested"
-    assert pipeline.choose_start(work.params(**{"retrain.start": "cold"})).kind == "cold"
+    kind = pipeline.choose_start(work.params(**{"retrain.start": "cold"})).kind
+    assert kind == "cold"
     assert pipeline.choose_start(work.params(**{"retrain.start": "cold"}), "auto").kind == "warm"
     assert (
         pipeline.choose_start(work.params(), "cold").kind == "cold"
@@ -508,7 +509,8 @@ def test_a_damaged_copy_is_fetched_again(work):
     (begun.model / "config.json").write_text("{}")
     again = open_start()
     assert again is not None
-    assert json.loads((again.model / "config.json").read_text())["num_labels"] == 40
+    num_labels = json.loads((again.model / "config.json").read_text())["num_labels"]
+    assert num_labels == 40
 
 
 def test_found_by_hash_where_the_version_is_another(work):

@@ -126,7 +126,8 @@ def test_scores_of_some_pairs_are_those_of_all(rng, monkeypatch, space, with_bia
         np.testing.assert_allclose(scores, all_BL[asked], rtol=1e-5, atol=1e-6)
     nothing = np.zeros(0, dtype=np.int64)
     assert heads.pair_scores(queries, nothing, nothing).shape == (0,)
-    assert heads.pair_scores(queries[:0], nothing, nothing).shape == (0,)
+    shape = heads.pair_scores(queries[:0], nothing, nothing).shape
+    assert shape == (0,)
 
 
 def test_one_head_in_the_space_of_both(rng):

@@ -106,7 +106,8 @@ def test_saved_and_loaded_it_answers_the_same(rng, tmp_path, kind):
         assert np.array_equal(got, expected)
     LabelIndex.build(vectors, kind=kind, links=8).save(tmp_path / "again.faiss")
     assert (tmp_path / "again.faiss").read_bytes() == (tmp_path / "index.faiss").read_bytes()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["again.faiss", "index.faiss"]
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == ["again.faiss", "index.faiss"]
 
 
 def test_hnsw_of_one_label(rng, tmp_path):

@@ -35,7 +35,8 @@ def test_a_part_that_the_model_lacks_is_null_and_scores_are_exact() -> None:
     assert len(found["predictions"]) == 2
     first, second = found["predictions"][1]["labels"]
     parts = {"de": score, "clf": None, "knn": None}
-    assert first == {"uid": odd, "title": "", "score": score, "probability": 0.75, **parts}
+    expected = {"uid": odd, "title": "", "score": score, "probability": 0.75, **parts}
+    assert first == expected
     assert (second["title"], second["probability"]) == (odd, 0.0)
     assert answer.best == score
     assert answer.num_tokens == 4
@@ -44,7 +45,8 @@ def test_a_part_that_the_model_lacks_is_null_and_scores_are_exact() -> None:
 
 def test_no_labels_and_no_queries() -> None:
     answer = answer_of(Prediction([], [], [], [], []))
-    assert json.loads(answer.json) == {"labels": [], "unknown_tokens": 0, "unknown_filters": 0}
+    expected = {"labels": [], "unknown_tokens": 0, "unknown_filters": 0}
+    assert json.loads(answer.json) == expected
     assert answer.best is None
     assert json.loads(predict_json(MODEL, [])) == {"model": json.loads(MODEL), "predictions": []}
 

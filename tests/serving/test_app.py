@@ -145,7 +145,8 @@ def test_probabilities_are_null_where_the_bundle_does_not_know_them(folder: Path
                 reply = (await server.ask(route, asked | more)).json
                 return (reply if route == "/explain" else reply["predictions"][0])["labels"]
 
-            assert [label["probability"] for label in await answered()] == [None] * 5
+            probabilities = [label["probability"] for label in await answered()]
+            assert probabilities == [None] * 5
             engine.bundle.info = engine.bundle.info.model_copy(update={"calibration": calibration})
             for found in (await answered(), await answered("/explain")):
                 expected = [(label["score"] + 1) / 3 for label in found]
@@ -191,7 +192,8 @@ def test_every_answer_is_as_the_openapi_says(engine: Engine) -> None:
                 )
             why = (await server.ask("/explain", {"query": text, "k": 3}, headers=head)).json
             assert why["nearest"]
-            assert [token["piece"] for token in why["tokens"]] == text.split()
+            pieces = [token["piece"] for token in why["tokens"]]
+            assert pieces == text.split()
             for label in why["labels"]:
                 parts = sum(weight * (label[name] or 0) for name, weight in why["weights"].items())
                 assert label["score"] == pytest.approx(parts, abs=1e-5)
@@ -217,7 +219,8 @@ def test_every_answer_is_as_the_openapi_says(engine: Engine) -> None:
             }
             assert (await server.ask("/healthz")).json == {"status": "alive"}
             openapi = (await server.ask("/openapi.json", headers=head)).json
-            assert openapi["paths"]["/predict"]["post"]["security"] == [{"key": []}]
+            security = openapi["paths"]["/predict"]["post"]["security"]
+            assert security == [{"key": []}]
             assert "security" not in openapi["paths"]["/readyz"]["get"]
         async with asgi.running() as server:
             not_ready = (await server.ask("/readyz")).json

@@ -89,7 +89,8 @@ def test_those_that_begin_so_then_those_with_a_word_that_does() -> None:
 
 def test_one_label() -> None:
     search = LabelSearch(pa.array(["a"]), pa.array([""]))
-    assert search.find("", 5) == ([{"uid": "a", "title": ""}], False)
+    expected = ([{"uid": "a", "title": ""}], False)
+    assert search.find("", 5) == expected
     assert search.find("b", 5) == ([], False)
 
 

@@ -126,7 +126,8 @@ def test_feedback_buttons(tab: Any, server: Any) -> None:
         tab.ask(f"{marks}[{place}].click()")
         tab.until(f"{pressed} === '{shown}'")
     mark = {"query": "old red house", "label": server.ranked({"k": 1}, "old red house")[0]["uid"]}
-    assert server.marks == [{**mark, "relevant": True}, {**mark, "relevant": False}]
+    expected = [{**mark, "relevant": True}, {**mark, "relevant": False}]
+    assert server.marks == expected
     assert tab.ask("document.querySelector('#why')") is None  # a mark opens nothing
     tab.ask(f"{marks}[0].click()")
     tab.until(
@@ -145,7 +146,8 @@ def test_labels_while_typing(tab: Any, server: Any) -> None:
     want = [label["title"] for label in server.ranked({"k": 10}, "old red house")]
     assert tab.ask(TITLES) == want
     assert want[0] == "old red house"
-    assert server.bodies[-1] == {"queries": ["old red house"], "k": 10}
+    expected = {"queries": ["old red house"], "k": 10}
+    assert server.bodies[-1] == expected
     scores = tab.ask(f"{ROWS}.map((row) => row.querySelector('.score').firstChild.textContent)")
     first = server.ranked({"k": 10}, "old red house")[0]
     assert scores[0] == f"{first['score']:.3f}"
@@ -172,7 +174,8 @@ def test_labels_while_typing(tab: Any, server: Any) -> None:
         "query.value += key; query.dispatchEvent(new Event('input', {bubbles: true})) })"
     )
     tab.until(f"{ROWS}.length === 10")
-    assert [body["queries"] for body in server.bodies[num:]] == [["old house"]]
+    queries = [body["queries"] for body in server.bodies[num:]]
+    assert queries == [["old house"]]
 
 
 def test_a_late_answer_never_replaces_a_newer_one(tab: Any, server: Any) -> None:
@@ -270,12 +273,14 @@ def test_keyboard_alone(tab: Any, server: Any) -> None:
         "[...document.querySelectorAll('#why tfoot tr')].map((row) => row.lastChild.textContent)"
     )
     assert float(total) == pytest.approx(sum(float(x.replace("−", "-")) for x in cells), abs=2e-3)
-    assert likely == f"{50 * float(total):.0f} %", "the stub's probability is half the score"
+    expected = f"{50 * float(total):.0f} %"
+    assert likely == expected, "the stub's probability is half the score"
     tab.press("Escape")
     assert tab.ask("document.querySelector('#why')") is None and tab.ask(FOCUS) == best[1]
     tab.press("Delete")
     tab.until(f"!{ROWS}.some((row) => row.closest('li').dataset.uid === '{best[1]}')")
-    assert server.bodies[-1]["deny"] == [best[1]]
+    deny = server.bodies[-1]["deny"]
+    assert deny == [best[1]]
     assert tab.ask(FOCUS) == best[2]
     tab.press("Escape")
     assert tab.ask(FOCUS) == "query"
@@ -298,7 +303,8 @@ def test_why_shows_tokens_and_training_queries_as_text(tab: Any, server: Any) ->
         "[...document.querySelectorAll('#why .tokens li')].map((one) => [one.textContent, "
         "one.className])"
     )
-    assert tokens == [["red", ""], ["zzz", "unknown"], ["<b>", ""]]
+    expected = [["red", ""], ["zzz", "unknown"], ["<b>", ""]]
+    assert tokens == expected
     near = tab.ask("document.querySelector('#why .near li').textContent")
     assert near.startswith("a <i>red</i> one ✓0.90has this label")
     # titles of labels and of data sets are text too
@@ -359,7 +365,8 @@ def test_filters_reach_the_server_and_the_address(tab: Any, server: Any) -> None
     assert server.bodies[-1] == {**want, "deny": ["gone"]}
     tab.click("#reset")
     tab.until(f"location.search === '?q=red' && {ROWS}.length === 10 && {IDLE}")
-    assert server.bodies[-1] == {"queries": ["red"], "k": 10}
+    expected = {"queries": ["red"], "k": 10}
+    assert server.bodies[-1] == expected
 
 
 def test_a_wrong_request_says_what_to_do_and_a_busy_server_is_asked_again(

@@ -28,9 +28,11 @@ def test_each_query_gets_its_own_labels_in_order() -> None:
             label = {"uid": "one-0", "title": "t", "score": 1.0, **parts}
             one, two = reply.json["predictions"]
             assert one["labels"] == [label, label | {"uid": "one-1"}]
-            assert [label["uid"] for label in two["labels"]] == ["two-0", "two-1"]
+            uids = [label["uid"] for label in two["labels"]]
+            assert uids == ["two-0", "two-1"]
             assert (one["unknown_tokens"], one["unknown_filters"]) == (1, 0)
-            assert reply.json["model"] == {"sha256": "a" * 64, "version": "a"}
+            model = reply.json["model"]
+            assert model == {"sha256": "a" * 64, "version": "a"}
 
     run(main)
 
@@ -240,7 +242,8 @@ def test_overload_is_503_and_recovers() -> None:
             assert server.figure("unidec_queue_queries") == 4
             engine.gate.set()
             replies = await asyncio.gather(*asked)
-            assert sorted(reply.status for reply in replies) == [200] * 5 + [503] * 6
+            expected = [200] * 5 + [503] * 6
+            assert sorted(reply.status for reply in replies) == expected
             refused = next(reply for reply in replies if reply.status == 503)
             assert int(refused.headers["retry-after"]) >= 1
             assert refused.json["error"]["what"] == "too many queries waiting"

@@ -137,6 +137,7 @@ def test_the_doctor_ends_twins(server, proxy):
     assert all(twin in found[0].what for twin in twins)
     assert doctor.exit_code(doctor.examine()) == 1
     doctor.examine(fix=True)
-    assert {client.get_run(twin).info.status for twin in twins} == {"KILLED"}
+    statuses = {client.get_run(twin).info.status for twin in twins}
+    assert statuses == {"KILLED"}
     assert client.get_run(run_id).info.status == "FINISHED"
     assert doctor.examine() == []

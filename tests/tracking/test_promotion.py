@@ -84,7 +84,8 @@ def test_the_first_has_no_previous_and_each_next_one_leaves_it(stored, client, m
     b = stored("b", **stored.passed(a))
     client.set_registered_model_alias(stored.name, "challenger", b)
     assert promote(stored.name).previous == a
-    assert aliases(client, stored.name) == {CHAMPION: b, PREVIOUS: a, "challenger": b}
+    expected = {CHAMPION: b, PREVIOUS: a, "challenger": b}
+    assert aliases(client, stored.name) == expected
     again = promote(stored.name, b)
     assert again.previous == a and not again.changed
     kept = tags_of(client, stored.name, a)

@@ -133,7 +133,8 @@ def test_one_version_a_bundle_with_card_tags_and_alias(
         )
         model = mlflow.pyfunc.load_model("models:/one@challenger")
         found = model.predict(pd.DataFrame({"query": ["an editor", "x"]}), params={"k": 3})
-        assert list(found["label"]) == ["vim", "nano", "emacs"] * 2
+        expected = ["vim", "nano", "emacs"] * 2
+        assert list(found["label"]) == expected
         assert list(found["rank"]) == [1, 2, 3] * 2
         # the default k is above the labels
         assert len(model.predict(pd.DataFrame({"query": ["an editor"]}))) == 4
@@ -200,7 +201,8 @@ def test_the_runs_test_metrics_are_the_models_with_its_data_set(
     )
     assert [one.model_id for one in found] == [model.model_id]
     # once
-    assert [point.value for point in client.get_metric_history(run_id, "test/P_at_1")] == [41.0]
+    values = [point.value for point in client.get_metric_history(run_id, "test/P_at_1")]
+    assert values == [41.0]
 
 
 def test_another_bundle_is_another_version_and_takes_the_alias(
@@ -396,7 +398,8 @@ def test_a_real_model_loads_elsewhere_and_is_served(uri, run_id, tmp_path, path_
         for _ in range(240):
             assert server.poll() is None, (tmp_path / "serve.log").read_text()
             with contextlib.suppress(urllib.error.URLError):
-                assert invoke(port, {"k": 3}) == (200, {"predictions": local})
+                expected = (200, {"predictions": local})
+                assert invoke(port, {"k": 3}) == expected
                 break
             time.sleep(0.5)
         told = {

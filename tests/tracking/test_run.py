@@ -103,7 +103,8 @@ def test_another_process_goes_on_with_the_run_and_doubles_nothing(client, tmp_pa
         second.log(step, {"loss": float(step)})
     second.finish("KILLED")
     assert client.get_run(first.run_id).info.status == "KILLED"
-    assert history(client, first, "loss") == [(step, float(step)) for step in range(15)]
+    expected = [(step, float(step)) for step in range(15)]
+    assert history(client, first, "loss") == expected
     third = begin(tmp_path)
     assert client.get_run(third.run_id).info.status == "RUNNING"
     later = Tracker.resume(tmp_path)
@@ -129,7 +130,8 @@ def test_a_store_that_is_away_stops_nothing_and_gets_everything_later(
     later = Tracker.resume(tmp_path)  # the process died; another one sends what waits
     later.log(5, {"loss": 5.0})
     later.finish("FAILED")
-    assert history(client, later, "loss") == [(step, float(step)) for step in range(6)]
+    expected = [(step, float(step)) for step in range(6)]
+    assert history(client, later, "loss") == expected
     run = client.get_run(later.run_id)
     assert run.info.status == "FAILED"
     assert len(run.data.params) == len(PARAMS)
@@ -155,7 +157,8 @@ def test_another_store_gets_the_whole_history(client, tmp_path, monkeypatch):
     second.log(1, {"loss": 1.0})
     second.finish()
     other = open_client(tracking_uri())
-    assert history(other, second, "loss") == [(0, 0.0), (1, 1.0)]
+    expected = [(0, 0.0), (1, 1.0)]
+    assert history(other, second, "loss") == expected
     assert second.run_id != first.run_id
     assert other.get_run(second.run_id).data.tags["told"] == "once"
 

@@ -96,7 +96,8 @@ def test_schedules_are_paused_at_the_first_deployment_alone(
 def test_every_port_is_bound_to_this_machine(services):
     ports = [port for service in services.values() for port in service.get("ports", [])]
     inner = (8333, 5000, 4200, 8080, 443, 80)
-    assert ports == [f"127.0.0.1:{port}:{port}" for port in inner]
+    expected = [f"127.0.0.1:{port}:{port}" for port in inner]
+    assert ports == expected
 
 
 def test_settings_have_defaults_and_the_example_names_them_all(services):

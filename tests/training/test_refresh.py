@@ -161,7 +161,8 @@ def test_random_batches_at_first_need_no_vectors(tiny_params, refresh):
     params = tiny_params(**{"pool.cluster_start": 1, "pool.eta": 0})
     made, report = refresh(params, 0, never, never)
     assert made.order.tolist() == ROWS.tolist()
-    assert np.diff(made.offsets).tolist() == [1] * len(ROWS)
+    expected = [1] * len(ROWS)
+    assert np.diff(made.offsets).tolist() == expected
     assert "clusters" not in report
     batches = made.batches(ROWS, 12, seed=0, epoch=0)
     assert {len(b) for b in batches} <= {10, 11}

@@ -127,7 +127,8 @@ def test_without_a_checkpoint_it_begins_again(open_trainer, monkeypatch):
     kill_at(part, monkeypatch, {3})
     with pytest.raises(Killed):
         train_to_the_end(part)
-    assert [line["step"] for line in history(part)] == [0, 1, 2]
+    steps = [line["step"] for line in history(part)]
+    assert steps == [0, 1, 2]
     with open(part.run_dir / "history.jsonl", "a") as file:
         file.write('{"step": 3, "lo')  # a line cut off
     resumed = open_trainer("parts")

@@ -107,7 +107,8 @@ def test_noise_is_uniform_and_differs_by_all_it_is_made_of():
     assert torch.equal(row_noise(rows.flip(0), 7, "a"), noise.flip(0))  # whatever the order
     for other in (row_noise(rows, 7, "b"), row_noise(rows + 1, 7, "a")):
         assert float((other == noise).double().mean()) < 0.001
-    assert row_noise(torch.zeros(0, dtype=torch.int64), 7, "a").shape == (0, 7)
+    shape = row_noise(torch.zeros(0, dtype=torch.int64), 7, "a").shape
+    assert shape == (0, 7)
 
 
 @pytest.mark.parametrize("kind", sorted(ROW_OPTIMISERS))

@@ -233,11 +233,13 @@ def test_every_system_learns(open_trainer, tiny_dataset, system):
     trainer = open_trainer(**SYSTEMS[system])
     epochs = trainer.settings.optim.epochs
     reports = train(trainer, epochs // 2)
-    assert [report.finished for report in reports] == [False] * (epochs // 2 - 1) + [True]
+    expected = [False] * (epochs // 2 - 1) + [True]
+    assert [report.finished for report in reports] == expected
     lines = history(trainer)
     # 43 queries, 40 label texts
     assert trainer.steps_per_epoch == (8 if trainer.settings.pool.gandalf else 4)
-    assert [line["step"] for line in lines] == list(range(trainer.steps_per_epoch * epochs))
+    steps = [line["step"] for line in lines]
+    assert steps == list(range(trainer.steps_per_epoch * epochs))
     losses = [line["loss"] for line in lines]
     assert np.mean(losses[-4:]) < 0.97 * np.mean(losses[:4])
     heads = trainer.settings.model.heads
@@ -396,7 +398,8 @@ def test_what_is_not_finite_stops_before_the_step(open_trainer, monkeypatch, fau
     assert same(before_moments, moments(trainer))
     assert trainer.optimisers.gradients() == []
     if fault is not fault_in_dense_gradient:  # nothing of it is left
-        assert trainer.train_step(trainer.prepare(rows, 0))["loss"] > 0
+        loss = trainer.train_step(trainer.prepare(rows, 0))["loss"]
+        assert loss > 0
 
 
 def test_a_nan_among_the_weights_is_caught_at_once(open_trainer):

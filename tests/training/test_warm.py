@@ -333,7 +333,8 @@ def test_a_training_starts_where_the_other_ended(go_on):
     begun = read_json_lines(first.run_dir / "history.jsonl")[0]["loss"]
     train_to_the_end(second)
     assert second.at.epoch == 2
-    assert read_json_lines(second.run_dir / "history.jsonl")[0]["loss"] < begun
+    loss = read_json_lines(second.run_dir / "history.jsonl")[0]["loss"]
+    assert loss < begun
 
 
 def test_a_temperature_that_is_not_learnt_is_a_parameter(go_on):

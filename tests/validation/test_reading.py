@@ -209,7 +209,8 @@ def test_labels_of_one_text_are_counted_once_and_empty_ones_not_at_all(tmp_path:
     labels = [("word1", ""), ("word1", ""), ("", ""), ("日", ""), *words(2, 9)]
     dataset = stored(tmp_path / "d", {"train": words(0, 40)}, labels)
     frame = label_frame(dataset, Reading("title", folder))
-    assert frame["labels_with_this_text"].tolist() == [2, 2] + [1] * 11
+    expected = [2, 2] + [1] * 11
+    assert frame["labels_with_this_text"].tolist() == expected
     assert not frame["labels_with_these_tokens"].any()
 
 
