@@ -55,6 +55,10 @@ def model(data: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> un
     )
 
 
+def best_label(model, query):
+    return model.predict([query], 1)[0][0]
+
+
 def test_fit_and_predict(model, data):
     (found,) = model.predict([data.queries[0]], k=3)
     assert len(found) == 3
@@ -355,7 +359,7 @@ def test_a_relative_folder_is_that_of_the_working_folder(data, tmp_path, monkeyp
 
 
 def test_models_and_estimators_are_pickled_whole(model, data, tmp_path):
-    joblib.dump((model, model.predict(data.queries[:1], 1)[0][0]), tmp_path / "model")
+    joblib.dump((model, best_label(model, data.queries[0])), tmp_path / "model")
     again, label = joblib.load(tmp_path / "model")
     assert again.predict(data.queries, 3) == model.predict(data.queries, 3)
     assert (
@@ -366,7 +370,7 @@ def test_models_and_estimators_are_pickled_whole(model, data, tmp_path):
     folder = again.folder
     again.close()
     assert not folder.exists()
-    assert label == model.predict(data.queries[:1], 1)[0][0]
+    assert label == best_label(model, data.queries[0])
     assert label.probability is None
     estimator = unidec.UniDECClassifier(k=5, params=data.params | SMALL)
     estimator.fit(data.queries, data.relevance, data.labels)
@@ -387,7 +391,7 @@ def test_labels_have_the_probabilities_of_the_server(model, data):
         update={"calibration": Calibration(scores=[0, 1], probabilities=[0.2, 0.6])}
     )
     try:
-        label = model.predict(data.queries[:1], 1)[0][0]
+        label = best_label(model, data.queries[0])
         (answer,) = answerer.answer([Request(data.queries[0], 1)])
         assert (
             label.probability

@@ -153,7 +153,11 @@ def test_a_training_that_was_stopped_says_how_to_go_on(run, stages: Stages) -> N
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(DataError("bad rows"), 3), (ArtifactError("damaged", fix="again"), 4)]
+    ("error", "code"),
+    [
+        (DataError("bad rows"), 3),
+        (ArtifactError("damaged", fix="again"), 4),
+    ],
 )
 def test_a_known_error_is_a_message_and_an_exit_code(
     run, stages: Stages, error: Exception, code: int

@@ -322,7 +322,8 @@ def experiments(project: Project) -> dict[str, str]:
     """name -> learning rate of each; all ran in temporary copies, with the checkout's python and
     store.
     """
-    looked = [json.loads(line) for line in Path(project.env["LOOKED"]).read_text().splitlines()]
+    lines = Path(project.env["LOOKED"]).read_text().splitlines()
+    looked = [json.loads(line) for line in lines]
     stores = {found["store"] for found in looked}
     assert stores == {f"sqlite:///{project.root}/mlflow/mlflow.db"}
     assert all(found["folder"].startswith(f"{project.root}/.dvc/tmp/exps/") for found in looked)

@@ -259,7 +259,11 @@ def unpacked_archive(folder):
         }
         for i in range(20)
     ]
-    for name, items in (("lbl", labels), ("trn", trn), ("tst", tst)):
+    for name, items in (
+        ("lbl", labels),
+        ("trn", trn),
+        ("tst", tst),
+    ):
         with gzip.open(folder / f"{name}.json.gz", "wt", encoding="utf-8") as file:
             file.writelines(json.dumps(item) + "\n" for item in items)
     (folder / "filter_labels_train.txt").write_text("0 3\n59 1\n")

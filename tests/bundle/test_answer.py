@@ -269,7 +269,12 @@ def test_what_cannot_be_answered_is_named(rng, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("vote", "by_words"), [("softmax", False), ("softmax", True), ("ridge-labels", True)]
+    ("vote", "by_words"),
+    [
+        ("softmax", False),
+        ("softmax", True),
+        ("ridge-labels", True),
+    ],
 )
 def test_an_explanation_adds_up(rng, tmp_path, vote, by_words):
     parts = write_tiny_bundle(
@@ -300,9 +305,8 @@ def test_an_explanation_adds_up(rng, tmp_path, vote, by_words):
     cosine_M = np.asarray(
         voters.vectors_MD @ (compared.toarray() if by_words else compared).T
     ).ravel()
-    assert [one.cosine for one in told.neighbours] == pytest.approx(
-        np.sort(cosine_M)[::-1][:4], abs=2e-3
-    )
+    cosines = [one.cosine for one in told.neighbours]
+    assert cosines == pytest.approx(np.sort(cosine_M)[::-1][:4], abs=2e-3)
     for one in told.neighbours:
         row = int(one.uid[1:])
         assert cosine_M[row] == pytest.approx(one.cosine, abs=2e-3)

@@ -153,7 +153,8 @@ def test_probabilities_are_those_of_the_scores(rng, tmp_path):
     assert column.to_pylist() == pytest.approx(expected, abs=1e-6)
     (tmp_path / "in.csv").write_text("query\nred car\n")
     predict_file(bundle, tmp_path / "in.csv", tmp_path / "out.jsonl", k=2)
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
     probabilities = [row["probability"] for row in rows]
     assert probabilities == bundle.predict(["red car"], k=2)[0].probabilities
     bundle.info = bundle.info.model_copy(update={"calibration": None})
@@ -206,7 +207,8 @@ def test_files_in_and_out(rng, tmp_path, ending, column, output):
     if output.endswith(".parquet"):
         rows = pq.read_table(target).to_pylist()
     elif output.endswith(".jsonl"):
-        rows = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
+        lines = target.read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines]
     else:
         frame = pd.read_csv(
             target, sep="\t" if output.endswith(".tsv") else ",", dtype=str, keep_default_na=False

@@ -261,7 +261,15 @@ def arrays(rng: np.random.Generator, num: int, scale: float = 1.0) -> dict[str, 
 
 @pytest.mark.parametrize("cosine", [False, True])
 @pytest.mark.parametrize("with_de", [True, False])
-@pytest.mark.parametrize(("num", "scale"), [(40, 1.0), (40, 0.1), (2, 1.0), (1, 1.0)])
+@pytest.mark.parametrize(
+    ("num", "scale"),
+    [
+        (40, 1.0),
+        (40, 0.1),
+        (2, 1.0),
+        (1, 1.0),
+    ],
+)
 def test_the_text_and_what_is_near(
     num: int, scale: float, with_de: bool, cosine: bool, rng: np.random.Generator
 ) -> None:

@@ -108,13 +108,12 @@ def test_predictions_do_not_depend_on_what_encodes(run, bundle, monkeypatch) -> 
         words = ["--input", "q.csv", "--output", name, "-k", "3", "--runtime", runtime]
         exit_code = run("predict", "--bundle", str(bundle), *words)[0]
         assert exit_code == 0
-    rows = [
-        [json.loads(line) for line in Path(name).read_text().splitlines()]
-        for name in ("a.jsonl", "b.jsonl")
-    ]
-    labels = [row["label"] for row in rows[0]]
-    assert labels == [row["label"] for row in rows[1]]
-    assert len(rows[0]) == 6
-    np.testing.assert_allclose(
-        [row["score"] for row in rows[0]], [row["score"] for row in rows[1]], rtol=1e-4
-    )
+    labels = []
+    scores = []
+    for name in ("a.jsonl", "b.jsonl"):
+        rows = [json.loads(line) for line in Path(name).read_text().splitlines()]
+        assert len(rows) == 6
+        labels.append([row["label"] for row in rows])
+        scores.append([row["score"] for row in rows])
+    assert labels[0] == labels[1]
+    np.testing.assert_allclose(scores[0], scores[1], rtol=1e-4)

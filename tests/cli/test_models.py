@@ -117,9 +117,8 @@ def test_the_table_of_models(models_cli):
         "",
         "12.50",
     ]
-    assert json.loads(models_cli.run("models", "list", "--json")[1])[0]["rolled_back"] == {
-        "at": "2026"
-    }
+    rolled_back = json.loads(models_cli.run("models", "list", "--json")[1])[0]["rolled_back"]
+    assert rolled_back == {"at": "2026"}
 
 
 def test_promote_and_rollback(models_cli):
@@ -145,7 +144,13 @@ def test_promote_and_rollback(models_cli):
     assert models_cli.run("models", "promote", b, "--params", "nowhere.yaml")[0] == 2
 
 
-@pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 6)])
+@pytest.mark.parametrize(
+    ("passed", "code"),
+    [
+        (True, 0),
+        (False, 6),
+    ],
+)
 def test_the_gates_exit_code_says_what_it_said(models_cli, monkeypatch, passed, code):
     asked = []
 

@@ -112,12 +112,10 @@ def test_make_setup_ends_with_what_to_do_next(tmp_path: Path, variables: list[st
         and named[0] == ACTIVATE
         and (tmp_path / ACTIVATE.split()[1]).is_file()
     )
-    assert (
-        subprocess.run(
-            ["make", "-n", *named[1].split()[1:]], cwd=ROOT, capture_output=True, timeout=60
-        ).returncode
-        == 0
-    )
+    returncode = subprocess.run(
+        ["make", "-n", *named[1].split()[1:]], cwd=ROOT, capture_output=True, timeout=60
+    ).returncode
+    assert returncode == 0
     program = typer.main.get_command(cli.app)
     assert isinstance(program, typer.core.TyperGroup)
     name, subcommand, rest = program.resolve_command(
@@ -129,7 +127,11 @@ def test_make_setup_ends_with_what_to_do_next(tmp_path: Path, variables: list[st
 def test_init_and_ingest_read_the_example(tmp_path: Path) -> None:
     shutil.copy(ROOT / "params.yaml", tmp_path)
     shutil.copytree(ROOT / "data" / "examples", tmp_path / "data" / "examples")
-    for words in ([*shlex.split(one(" init "))[1:]], ["config", "check"], ["data", "ingest"]):
+    for words in (
+        [*shlex.split(one(" init "))[1:]],
+        ["config", "check"],
+        ["data", "ingest"],
+    ):
         subprocess.run(
             [sys.executable, "-m", "unidec.cli", *words],
             cwd=tmp_path,

@@ -287,7 +287,8 @@ def test_the_figures_beside_the_page(project: SimpleNamespace) -> None:
     cells = {entry["cell"]: entry for entry in found["cells"]}
     for name, entry in cells.items():
         own = result(project, name)
-        assert entry["metrics"] == {
+        metrics = entry["metrics"]
+        assert metrics == {
             metric: [round(value, 3), None] for metric, value in own["metrics"].items()
         }
         assert len(entry["curve"]) == len(own["curve"])

@@ -126,7 +126,8 @@ def test_a_part_is_tuned_and_the_rest_stays(write: Write) -> None:
         load_comparison(path)
     write_chosen(path, file, {"second": [({}, 10.0), ({"lr": 3}, 20.0)]})
     written = yaml.safe_load(Path("chosen.yaml").read_text())
-    assert [written[cell]["set"] for cell in ("first", "second", "third")] == [
+    sets = [written[cell]["set"] for cell in ("first", "second", "third")]
+    assert sets == [
         {},
         {"lr": 3},
         {"lr": 2},

@@ -68,13 +68,11 @@ def dense_reference(dataset, match_weight=0.5):
         for texts in (dataset.query_texts(rows), dataset.query_texts(test), dataset.label_texts())
     )
     frequency = Counter(word for text in train_texts for word in set(text))
+    idf = {word: math.log((1 + len(rows)) / (1 + n)) + 1 for word, n in frequency.items()}
 
     def vector(text):
         counts = Counter(word for word in text if word in frequency)
-        found = {
-            w: (1 + math.log(c)) * (math.log((1 + len(rows)) / (1 + frequency[w])) + 1)
-            for w, c in counts.items()
-        }
+        found = {word: (1 + math.log(c)) * idf[word] for word, c in counts.items()}
         length = math.sqrt(sum(v * v for v in found.values()))
         return {w: v / length for w, v in found.items()} if length else {}
 
@@ -287,7 +285,11 @@ class Guess:
 
 
 @pytest.mark.parametrize(
-    ("has_validation", "want"), [(True, [1.0, 2.0, 9.0, 4.0]), (False, [3.0, 2.0, 1.0, 4.0])]
+    ("has_validation", "want"),
+    [
+        (True, [1.0, 2.0, 9.0, 4.0]),
+        (False, [3.0, 2.0, 1.0, 4.0]),
+    ],
 )
 def test_of_several_trials_the_best_on_the_validation_split_predicts(
     folder, monkeypatch, has_validation, want

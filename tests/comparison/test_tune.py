@@ -277,7 +277,8 @@ def test_each_trial_is_a_run_below_the_searchs(
     assert parent.info.status == "FINISHED"
     assert "(1, 2, 3)" in parent.data.params["pool.beta"]
     assert parent.data.metrics["best/nDCG_at_5"] == pytest.approx(found.metric)
-    assert {item.path for item in client.list_artifacts(parent.info.run_id)} == {
+    paths = {item.path for item in client.list_artifacts(parent.info.run_id)}
+    assert paths == {
         "best.yaml",
         "trials.md",
     }
@@ -458,7 +459,13 @@ def test_the_command_killed_and_started_again(project: Params) -> None:
         "pool.refresh=1",
     ]
     trial = "runs/tune/space/cells/raw/trial"
-    for number, (how, code) in enumerate([(signal.SIGKILL, -9), (signal.SIGTERM, 143)], 1):
+    for number, (how, code) in enumerate(
+        [
+            (signal.SIGKILL, -9),
+            (signal.SIGTERM, 143),
+        ],
+        1,
+    ):
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -477,8 +484,7 @@ def test_the_command_killed_and_started_again(project: Params) -> None:
     assert sum("resumes after epoch" in log for log in logs) >= 1
     assert [row[1] for row in table()[1:]] == ["trained"] * 3
     for file in Path().glob(f"{trial}/*/runs/*/rounds.jsonl"):
-        assert [json.loads(line)["epoch"] for line in file.read_text().splitlines()] == list(
-            range(1, 21)
-        )
+        epochs = [json.loads(line)["epoch"] for line in file.read_text().splitlines()]
+        assert epochs == list(range(1, 21))
     best = yaml.safe_load(Path("runs/tune/space/best.yaml").read_text())
     assert best["optim"]["epochs"] == 20

@@ -55,7 +55,10 @@ def test_gives_back_texts_pairs_and_uids(tiny_raw: RawData, tiny_dataset: XMCDat
     ]
     assert d.label_texts(np.array([3])) == [tiny_raw.labels.to_pylist()[3]["title"]]
     assert d.label_uids([1]) == ["label-1"]
-    for which, texts in (("queries", d.query_texts()), ("labels", d.label_texts())):
+    for which, texts in (
+        ("queries", d.query_texts()),
+        ("labels", d.label_texts()),
+    ):
         batches = list(d.text_batches(which, "title", 7))
         assert [len(batch) for batch in batches[:-1]] == [7] * (len(batches) - 1)
         assert [text for batch in batches for text in batch] == texts
@@ -220,7 +223,14 @@ def test_slices_keep_the_labels_that_occur(slice_raw: RawData) -> None:
     assert [again.labels["uid"][i].as_py() for i in again.relevance["train"][0].indices] == names
 
 
-@pytest.mark.parametrize("sizes", [(1, 0, 1), (2, 1, 1), (3, 2, 5)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 0, 1),
+        (2, 1, 1),
+        (3, 2, 5),
+    ],
+)
 def test_the_smallest_data_is_legal(
     tmp_path: Path, raw_factory: Callable[..., RawData], sizes: tuple
 ) -> None:

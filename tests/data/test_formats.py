@@ -207,7 +207,11 @@ def test_split_of_the_pairs(tmp_path: Path) -> None:
 
 def test_parquet_with_numbers_as_ids(tiny_raw: RawData, tmp_path: Path) -> None:
     write_raw(tiny_raw, tmp_path / "raw", "tables", kind="parquet")
-    for name, column in (("labels", "id"), ("pairs", "label_id"), ("filters", "label_id")):
+    for name, column in (
+        ("labels", "id"),
+        ("pairs", "label_id"),
+        ("filters", "label_id"),
+    ):
         table = pq.read_table(tmp_path / "raw" / f"{name}.parquet").to_pandas()
         table[column] = table[column].str.removeprefix("label-").astype(int)
         table.to_parquet(tmp_path / "raw" / f"{name}.parquet")

@@ -125,7 +125,11 @@ def test_keys_of_json_lines_that_look_right(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "value"),
-    [(pa.binary(), b"a"), (pa.large_binary(), b"a"), (pa.binary(2), b"ab")],
+    [
+        (pa.binary(), b"a"),
+        (pa.large_binary(), b"a"),
+        (pa.binary(2), b"ab"),
+    ],
 )
 def test_bytes_in_parquet(tmp_path: Path, kind: pa.DataType, value: bytes) -> None:
     table = pa.table(

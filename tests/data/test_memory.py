@@ -131,7 +131,11 @@ def test_tables_are_read_as_files_are(tiny_raw: RawData, tmp_path: Path) -> None
     assert given.queries["test"].num_rows > 0
     without_filters = tmp_path / "plain"
     without_filters.mkdir()
-    for name, table in (("queries", queries), ("labels", labels), ("pairs", pairs)):
+    for name, table in (
+        ("queries", queries),
+        ("labels", labels),
+        ("pairs", pairs),
+    ):
         write_table(
             pa.Table.from_pandas(table.astype(str).replace("nan", ""), preserve_index=False),
             without_filters / f"{name}.csv",
@@ -326,7 +330,11 @@ def test_two_splits_that_contradict_each_other_are_refused(tmp_path: Path) -> No
     pairs = TABLE.assign(split=["train", "test", "test"])
     with pytest.raises(DataError, match=r"pair in another split than its query: 1\n +pairs:2"):
         from_memory(queries, LABELS, pairs)
-    for name, table in (("queries", queries), ("labels", frame(LABELS)), ("pairs", pairs)):
+    for name, table in (
+        ("queries", queries),
+        ("labels", frame(LABELS)),
+        ("pairs", pairs),
+    ):
         table.to_csv(tmp_path / f"{name}.csv", index=False)
     with pytest.raises(DataError, match=r"pair in another split than its query: 1\n +pairs\.csv:4"):
         read_raw(tmp_path)

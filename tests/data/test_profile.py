@@ -136,7 +136,14 @@ def test_the_same_data_gives_the_same_bytes_and_long_texts_are_read(
     assert both["queries"]["length"]["mean"] > json.loads(first)["queries"]["length"]["mean"]
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (4, 0, 1), (3, 2, 5)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 1, 1),
+        (4, 0, 1),
+        (3, 2, 5),
+    ],
+)
 def test_degenerate_data(
     raw_factory: Callable[..., RawData], tiny_bert: Path, tmp_path: Path, sizes: tuple
 ) -> None:

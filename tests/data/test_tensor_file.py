@@ -124,11 +124,12 @@ def test_every_tensor_is_aligned(tmp_path):
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     assert length % 8 == 0
-    assert {name: entry["data_offsets"][0] for name, entry in header.items()} == {
+    expected = {
         "b": 0,
         "c": 16,
         "a": 18,
     }
+    assert {name: entry["data_offsets"][0] for name, entry in header.items()} == expected
 
 
 def test_rows_in_part(tmp_path):
@@ -137,7 +138,14 @@ def test_rows_in_part(tmp_path):
     with open_tensors(tmp_path / "x") as file:
         assert file.shape("t") == (40, 3)
         assert file.shape("none") == (0, 3)
-        for begin, end in ((0, 40), (3, 17), (39, 40), (0, 0), (40, 40), (12, 12)):
+        for begin, end in (
+            (0, 40),
+            (3, 17),
+            (39, 40),
+            (0, 0),
+            (40, 40),
+            (12, 12),
+        ):
             assert same({"t": file.read("t", begin, end)}, {"t": table["t"][begin:end]})
         assert file.read("none", 0, 0).shape == (0, 3)
 

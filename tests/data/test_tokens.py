@@ -191,7 +191,14 @@ def test_batch_and_ragged_equal_a_slow_loop(cache, case):
     assert offsets[-1] == len(flat) == sum(map(len, expected))
 
 
-@pytest.mark.parametrize("rows", [[-1], [0, 300], [10**9]])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [-1],
+        [0, 300],
+        [10**9],
+    ],
+)
 def test_rows_out_of_range(cache, rows):
     with pytest.raises(IndexError, match="of 300 texts"):
         cache.batch(rows)
@@ -228,7 +235,14 @@ def test_a_failure_leaves_nothing(minilm, random_texts, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("bad", [["fine", None], ["fine", 3], ["fine", "lone \ud800 surrogate"]])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ["fine", None],
+        ["fine", 3],
+        ["fine", "lone \ud800 surrogate"],
+    ],
+)
 def test_texts_that_are_none(minilm, bad):
     with pytest.raises(DataError, match="text 1 of 2"):
         encode_texts(bad, minilm, 8)

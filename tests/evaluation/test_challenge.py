@@ -143,7 +143,11 @@ def test_margin_and_tolerance_count_to_the_point() -> None:
     half = np.arange(400) % 2 == 0
     three = half.copy()
     three[np.flatnonzero(~half)[:12]] = True  # 12 of 400: 3 points
-    for margin, passed in [(2.9, True), (3.0, True), (3.1, False)]:
+    for margin, passed in [
+        (2.9, True),
+        (3.0, True),
+        (3.1, False),
+    ]:
         found = judged(
             ranking(three), ranking(half), truth, weight, group, RULES | {"margin": margin}
         )

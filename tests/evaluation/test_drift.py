@@ -84,7 +84,8 @@ def test_what_is_served_by_hand() -> None:
         np.bincount([sum(edge <= s for edge in edges) for s in some], minlength=20)
         for some in (answered, scores)
     ]
-    shift = np.sqrt(np.mean(((window.mean(0) - vectors.mean(0))[:6] / vectors.std(0)[:6]) ** 2))
+    moved = (window.mean(0) - vectors.mean(0)) / vectors.std(0)
+    shift = np.sqrt(np.mean(moved[:6] ** 2))
     assert found["shift"].new == pytest.approx(shift, rel=1e-4)
     assert found["spread"].new == pytest.approx(
         window.var(0).sum() / vectors.var(0).sum(), rel=1e-3
@@ -218,10 +219,8 @@ def test_nothing_before_bounds_nothing(profile: Figures) -> None:
 def test_small_shares_do_not_cry_wolf() -> None:
     """One duplicate among a hundred where there was none; the same share of a million warns."""
     levels = (LIMITS.warn_change, LIMITS.stop_change)
-    assert (
-        _share("x", "x", {"share": 0.0, "of": 100}, {"share": 0.01, "of": 100}, levels).state
-        == "ok"
-    )
+    state = _share("x", "x", {"share": 0.0, "of": 100}, {"share": 0.01, "of": 100}, levels).state
+    assert state == "ok"
     many = {"share": 0.0, "of": 10**6}
     assert _share("x", "x", many, {"share": 0.02, "of": 10**6}, levels).state == "warning"
     assert _share("x", "x", many, {"share": 0.06, "of": 10**6}, levels).state == "stop"

@@ -68,7 +68,12 @@ def test_lines_lie_where_their_numbers_are_and_break_at_gaps():
         "#2463a6",
     )
     assert 100 < len(long) <= 300
-    for y in ([3.0], [0.0, 0.0], [1e-9, 2e-9], [-5.0, 1e12]):
+    for y in (
+        [3.0],
+        [0.0, 0.0],
+        [1e-9, 2e-9],
+        [-5.0, 1e12],
+    ):
         assert "<svg" in drawn(line_chart("c", [Line("a", list(range(len(y))), y)], "x", "y"))
     assert line_chart("c", [Line("a", [], [])], "x", "y") is None
     assert line_chart("c", [], "x", "y") is None
@@ -94,9 +99,10 @@ def test_points_lie_where_their_numbers_are_and_the_best_are_named():
         ("none", NAN, 1.0, False),
     ]
     chart = point_chart("c", "x", "y", points)
-    (low, left), (right,) = dots(chart, COLOURS[0]), dots(chart, COLOURS[PEER])
-    assert left[0] - low[0] == pytest.approx((right[0] - low[0]) / 2, abs=0.01)
-    assert low[1] - right[1] == pytest.approx((low[1] - left[1]) / 2, abs=0.01)
+    (x_low, y_low), (x_left, y_left) = dots(chart, COLOURS[0])
+    ((x_right, y_right),) = dots(chart, COLOURS[PEER])
+    assert x_left - x_low == pytest.approx((x_right - x_low) / 2, abs=0.01)
+    assert y_low - y_right == pytest.approx((y_low - y_left) / 2, abs=0.01)
     assert [name for name in ("low", "left", "right") if f">{name}</text>" in drawn(chart)] == [
         "left",
         "right",
@@ -119,9 +125,12 @@ def test_bars_are_as_high_as_their_numbers():
     assert heights(chart, COLOURS[1]) == [0, 0]
     assert all(f">{text}<" in drawn(chart) for text in ("10.0", "5.0", "0.0", "g", "h"))
     stacked = bar_chart("c", ["g"], [("a", [1.0]), ("b", [3.0])], "y", stacked=True)
-    assert heights(stacked, COLOURS[1])[0] == pytest.approx(3 * heights(stacked, COLOURS[0])[0])
+    of_low, of_high = (heights(stacked, colour)[0] for colour in COLOURS[:2])
+    assert of_high == pytest.approx(3 * of_low)
     low, high = (paths(stacked, f"fill: {colour}")[0] for colour in COLOURS[:2])
-    assert max(y for _, y in high) == pytest.approx(min(y for _, y in low))
+    bottom = max(y for _, y in high)
+    top = min(y for _, y in low)
+    assert bottom == pytest.approx(top)
     assert bar_chart("c", [], [], "y") is None
 
 
@@ -134,7 +143,8 @@ def test_ranges_lie_where_their_numbers_are():
     chart = range_chart("c", rows, "x")
     ((left, _), (right, _)) = paths(chart, f"stroke: {COLOURS[0]}")[0]
     assert [x for x, _ in dots(chart, COLOURS[1])] == [left, right]
-    ((mean, y),), ((other, below),) = dots(chart, COLOURS[0]), dots(chart, COLOURS[5])
+    ((mean, y),) = dots(chart, COLOURS[0])
+    ((other, below),) = dots(chart, COLOURS[5])
     assert other - mean == pytest.approx(5 * (right - left), abs=0.01)
     assert below > y
     assert chart.about == "x; a 10.00; b 20.00"

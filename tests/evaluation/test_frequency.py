@@ -50,7 +50,15 @@ def _slow(predicted_NK, truth_NL, bin_L, count_L, inverse_L, b, k):
     }
 
 
-@pytest.mark.parametrize(("seed", "num_bins"), [(0, 5), (1, 3), (2, 1), (3, 40)])
+@pytest.mark.parametrize(
+    ("seed", "num_bins"),
+    [
+        (0, 5),
+        (1, 3),
+        (2, 1),
+        (3, 40),
+    ],
+)
 def test_bins_against_loops(seed, num_bins):
     predicted_NK, truth_NL, count_L, inverse_L = _case(seed)
     bins = frequency_bins(predicted_NK, csr_matrix(truth_NL), count_L, inverse_L, num_bins)

@@ -46,10 +46,11 @@ def test_parts_of_a_round():
     }
     assert round_parts(ROUNDS) == parts
     assert list(round_parts(ROUNDS)) == list(parts)
-    assert round_parts([{"refresh": {"refresh_seconds": 2.0}, "train_seconds": 5.0}]) == {
+    expected = {
         "refresh": [2.0],
         "train": [5.0],
     }
+    assert round_parts([{"refresh": {"refresh_seconds": 2.0}, "train_seconds": 5.0}]) == expected
     # sums over rounds, and what runs beside the training, are no parts of a round; validation is
     # none of its refresh
     whole = {
@@ -97,10 +98,11 @@ def test_tables_for_dvc_plots(tmp_path):
     assert [row["k"] for row in at_k] == ["1", "3", "5"]
     assert at_k[1]["precision"] == ""
     assert float(at_k[0]["recall"]) == pytest.approx(9.87654, abs=1e-5)
-    assert [(row["group"], row["R_at_10"]) for row in tables["groups.csv"]] == [
+    expected = [
         ("tail", "1.5"),
         ("torso", "2.5"),
         ("head", "3.5"),
     ]
+    assert [(row["group"], row["R_at_10"]) for row in tables["groups.csv"]] == expected
     for path in plots_csv([], [], {}, tmp_path / "empty"):
         assert len(path.read_text().splitlines()) == 1

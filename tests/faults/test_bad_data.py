@@ -511,7 +511,13 @@ def test_degenerate_data_is_legal(
     raw_factory: Callable[..., RawData], tmp_path: Path, layout: str
 ) -> None:
     """A query without positives, a label without training queries, L = 1."""
-    for number, sizes in enumerate([(4, 2, 1), (1, 1, 3), (6, 3, 4)]):
+    for number, sizes in enumerate(
+        [
+            (4, 2, 1),
+            (1, 1, 3),
+            (6, 3, 4),
+        ]
+    ):
         raw = raw_factory(*sizes)
         write_raw(raw, tmp_path / f"{layout}-{number}", layout)
         back = read_raw(tmp_path / f"{layout}-{number}", test_share=0)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.tiny_transformer import write_transformer
@@ -99,7 +100,7 @@ def test_one_pair_more_in_the_data(
 ) -> None:
     raw = raw_factory()
     relevance = raw.relevance["train"].tolil()
-    row, label = next((r, c) for r in range(20) for c in range(20) if not relevance[r, c])
+    row, label = np.argwhere(relevance[:20, :20].toarray() == 0)[0].tolist()
     relevance[row, label] = 1.0
     raw.relevance["train"] = relevance.tocsr()
     dataset = write_dataset(tmp_path / "dataset", raw, validation_share=0.1)

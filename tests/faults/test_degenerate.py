@@ -44,7 +44,10 @@ def train(
     def train(raw: RawData, *, validation_share: float = 0.0, **overrides: Any) -> Any:
         dataset = write_dataset(tmp_path / "dataset", raw, validation_share=validation_share)
         tokens = []
-        for name, size in (("queries", dataset.num_queries), ("labels", dataset.num_labels)):
+        for name, size in (
+            ("queries", dataset.num_queries),
+            ("labels", dataset.num_labels),
+        ):
             out = tmp_path / name
             tokens.append(
                 TokenCache.open(

@@ -237,9 +237,8 @@ def test_terminated_it_saves_and_leaves_nothing(work):
     assert process.wait(30) == 143, work.log_text()
     work.nothing_left()
     assert work.checkpoint() >= before
-    assert (
-        json.loads(next(work.folder.glob("runs/*/tracking.json")).read_text())["status"] == "KILLED"
-    )
+    status = json.loads(next(work.folder.glob("runs/*/tracking.json")).read_text())["status"]
+    assert status == "KILLED"
 
 
 def test_killed_with_its_launcher(work):

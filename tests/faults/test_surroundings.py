@@ -228,9 +228,10 @@ def test_closed_streams(project: Path) -> None:
     printed.
     """
     words = f"{sys.executable} -m unidec.cli data ingest >&- 2>&- <&-"
-    assert (
-        subprocess.run(["sh", "-c", words], cwd=project, timeout=120, check=False).returncode == 0
-    )
+    returncode = subprocess.run(
+        ["sh", "-c", words], cwd=project, timeout=120, check=False
+    ).returncode
+    assert returncode == 0
     printed = [
         path for path in project.rglob("*") if path.is_file() and b"ingest: " in path.read_bytes()
     ]

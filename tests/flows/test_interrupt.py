@@ -50,7 +50,11 @@ sys.exit(main("train", ["--steps", "train"]))
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("number", "everyone", "code"),
-    [(signal.SIGINT, True, 130), (signal.SIGTERM, True, 143), (signal.SIGTERM, False, 143)],
+    [
+        (signal.SIGINT, True, 130),
+        (signal.SIGTERM, True, 143),
+        (signal.SIGTERM, False, 143),
+    ],
     ids=["ctrl-c", "terminated with its children", "terminated alone"],
 )
 def test_interrupted_in_a_round(tmp_path, number, everyone, code):

@@ -554,7 +554,11 @@ def test_two_at_once(run, flow_module, place):
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(TrainingError("loss is nan"), "FAILED"), (KeyboardInterrupt(), "KILLED")]
+    ("error", "status"),
+    [
+        (TrainingError("loss is nan"), "FAILED"),
+        (KeyboardInterrupt(), "KILLED"),
+    ],
 )
 def test_the_mlflow_run_ends_as_training_did(run, stages, flow_module, monkeypatch, error, status):
     ended = []

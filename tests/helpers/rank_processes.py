@@ -456,6 +456,7 @@ def train(ranks: Any, folder: Path, cases: dict[str, Any], steps: int) -> dict[s
     """
     from unidec.data.dataset import XMCDataset
     from unidec.data.label_graph import load_label_graph
+    from unidec.data.storage import read_json_lines
     from unidec.data.tokens import TokenCache
     from unidec.training import trainer as module
 
@@ -484,7 +485,7 @@ def train(ranks: Any, folder: Path, cases: dict[str, Any], steps: int) -> dict[s
             except CutOff:
                 break
         ranks.barrier()
-        lines = [json.loads(line) for line in (run_dir / "history.jsonl").read_text().splitlines()]
+        lines = read_json_lines(run_dir / "history.jsonl")
         for key in ("loss", "grad_norm", "pool_size", "step"):
             found[f"{case}: {key}"] = np.array([line[key] for line in lines])
         for name, weight in trainer.model.state_dict().items():

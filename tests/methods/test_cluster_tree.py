@@ -31,6 +31,10 @@ def make(rng, counts):
     return tree, torch.from_numpy(rng.normal(size=(7, WIDTH))).float()
 
 
+def gelu(z):
+    return z * 0.5 * (1 + math.erf(z / math.sqrt(2)))
+
+
 def scored(tree, level, x):
     """One query's scores of a level, float64 [C]."""
     layer = tree.layers[level]
@@ -38,9 +42,7 @@ def scored(tree, level, x):
     a, b, w, c = (
         p.detach().double().numpy() for p in (*layer.parameters(), *classifier.parameters())
     )
-    h = [
-        x[i] + (z := a[i] @ x + b[i]) * 0.5 * (1 + math.erf(z / math.sqrt(2))) for i in range(WIDTH)
-    ]
+    h = [x[i] + gelu(a[i] @ x + b[i]) for i in range(WIDTH)]
     return np.array([w[cluster] @ h + c[cluster] for cluster in range(len(w))])
 
 

@@ -85,7 +85,8 @@ def test_whole_rows_have_the_mean_of_all_their_queries(
     texts_NW = torch.from_numpy(rng.normal(size=(12, 32)).astype(np.float32))
     has_LN = rng.random((7, 5)) < 0.5
     # a label without queries, and one with more than a step draws
-    has_LN[3], has_LN[4] = False, True
+    has_LN[3] = False
+    has_LN[4] = True
     first = {"labels": 0, "queries": 7}
     queries = QueryTexts(csr_matrix(has_LN.astype(np.float32)), np.arange(5), 2)
     rows = ResidualRows(model, lambda source, rows: texts_NW[first[source] + rows], queries)

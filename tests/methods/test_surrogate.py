@@ -32,7 +32,10 @@ def test_labels_of_a_cluster_share_its_row(tiny_bert, tiny_params, tmp_path, bia
         model.save_into(out, exported=export_of(model.settings, ClusterRows(model)))
     loaded = UniDEC.load(tmp_path / "model")
     assert loaded.settings.surrogate == 0 and "label_cluster" not in loaded.state_dict()
-    for weight, biases in (ClusterRows(model).exported(), loaded.classifier_table()):
+    for weight, biases in (
+        ClusterRows(model).exported(),
+        loaded.classifier_table(),
+    ):
         assert (biases is not None) == bias
         for label, cluster in enumerate([3, 0, 1, 1, 2, 0, 3]):
             assert np.array_equal(weight[label], model.table.weight[cluster].numpy())

@@ -96,7 +96,8 @@ def degenerate_cases(rng):
     some = rng.random((4, 7)) < 0.4
     no_row = some.copy()
     all_row = some.copy()
-    no_row[2], all_row[1] = False, True
+    no_row[2] = False
+    all_row[1] = True
     return {
         "a row without positives": case(rng.normal(size=(4, 7)), no_row),
         "a row of positives only": case(rng.normal(size=(4, 7)), all_row),
@@ -130,38 +131,40 @@ def slow_threshold(x, k):
     high = -x.min().item() + 50.0
     for _ in range(80):
         middle = (low + high) / 2
-        low, high = (
-            (middle, high) if torch.sigmoid(x.detach() + middle).sum() < k else (low, middle)
-        )
+        if torch.sigmoid(x.detach() + middle).sum() < k:
+            low = middle
+        else:
+            high = middle
     p = torch.sigmoid(x + low)
-    return low - (p.sum() - k) / (p * (1 - p)).sum().detach()
+    slope = (p * (1 - p)).sum().detach()
+    return low - (p.sum() - k) / slope
 
 
 def loop_pair_loss(name, options, x_i, p, negatives, everything):
     s_p = x_i[p]
+    zero = x_i.sum() * 0
     if name == "softtopk":
         if len(everything) <= options["topk"]:
-            return x_i.sum() * 0
+            return zero
         return -F.logsigmoid(s_p + slow_threshold(x_i[everything], options["topk"]))
     if name == "ds":
-        return torch.logsumexp(torch.stack([s_p] + [x_i[n] for n in negatives]), 0) - s_p
+        return torch.logsumexp(x_i[[p, *negatives]], 0) - s_p
     if name in ("supcon", "infonce"):
-        return torch.logsumexp(torch.stack([x_i[n] for n in everything]), 0) - s_p
+        return torch.logsumexp(x_i[everything], 0) - s_p
+    margin = options["margin"]
     if options.get("negatives", "all") == "all":
-        return sum(
-            (torch.clamp(x_i[n] - s_p + options["margin"], min=0) for n in negatives), x_i.sum() * 0
-        )
+        return sum((torch.clamp(s - s_p + margin, min=0) for s in x_i[negatives]), zero)
     top = options.get("top", 1)
-    hardest = sorted(negatives, key=lambda n: x_i[n].item(), reverse=True)[:top]
-    hinges = [torch.clamp(x_i[n] - s_p + options["margin"], min=0) for n in hardest]
-    if options["negatives"] == "softmax":  # what is missing counts as one that keeps the margin
-        missing = [x_i.new_zeros(())] * (min(top, len(x_i)) - len(hardest))
-        scores = [
-            x_i[n] / 0.1 if h > 0 else x_i[n] * 0 for n, h in zip(hardest, hinges, strict=True)
-        ]
-        shares = torch.stack([*scores, *missing]).softmax(0)
+    hardest = sorted(x_i[negatives], key=torch.Tensor.item, reverse=True)[:top]
+    hinges = [torch.clamp(s - s_p + margin, min=0) for s in hardest]
+    if options["negatives"] == "softmax":
+        scores = [s / 0.1 if h > 0 else s * 0 for s, h in zip(hardest, hinges, strict=True)]
+        # what is missing counts as one that keeps the margin
+        num_missing = min(top, len(x_i)) - len(hardest)
+        scores += [x_i.new_zeros(())] * num_missing
+        shares = torch.stack(scores).softmax(0)
         hinges = [h * share for h, share in zip(hinges, shares, strict=False)]
-    return sum(hinges, x_i.sum() * 0) / top
+    return sum(hinges, zero) / top
 
 
 def loop_loss(name, options, logit, positive, ignored, weight, importance_L=None):
@@ -219,7 +222,12 @@ def assert_equals_loop(name, options, case, tolerance=1e-9):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_equals_a_double_loop(variant, rng):
-    for shape in ((6, 11), (1, 9), (9, 3), (5, 5)):
+    for shape in (
+        (6, 11),
+        (1, 9),
+        (9, 3),
+        (5, 5),
+    ):
         assert_equals_loop(*VARIANTS[variant], random_case(rng, *shape))
 
 
@@ -229,7 +237,8 @@ def test_degenerate_cases_equal_a_double_loop(variant, degenerate, rng):
     name, options = VARIANTS[variant]
     case = degenerate_cases(rng)[degenerate]
     if degenerate == "row weight zero":
-        case.weight[1], case.weight_P[case.row == 1] = 0, 0
+        case.weight[1] = 0
+        case.weight_P[case.row == 1] = 0
     # t is free between far entries, in the loops too
     if name == "softtopk" and degenerate == "huge logits":
         value, gradient = value_and_gradient(
@@ -285,12 +294,15 @@ def test_hand_computed_values():
     none = torch.empty(0, dtype=torch.int64)
     pairs = Pairs(torch.tensor([0, 0]), torch.tensor([0, 1]), torch.tensor([0.5, 0.5]), none, none)
     e = np.exp
-    decoupled = (np.log((e(2) + 1) / e(2)) + np.log((e(1) + 1) / e(1))) / 2
+    log = np.log
+    of_first = log((e(2) + 1) / e(2))
+    of_second = log((e(1) + 1) / e(1))
+    decoupled = (of_first + of_second) / 2
     assert decoupled_softmax(logit, pairs).item() == pytest.approx(decoupled, rel=1e-6)
-    coupled = np.log(e(2) + e(1) + 1) - 1.5
+    coupled = log(e(2) + e(1) + 1) - 1.5
     assert supcon(logit, pairs).item() == pytest.approx(coupled, rel=1e-6)
     assert triplet(logit, pairs, margin=1.5).item() == pytest.approx(0.25, rel=1e-6)
-    binary = np.log(1 + e(-2)) + np.log(1 + e(-1)) + np.log(2)
+    binary = log(1 + e(-2)) + log(1 + e(-1)) + log(2)
     ones = pairs._replace(weight_P=torch.ones(2))
     assert bce(logit, ones).item() == pytest.approx(binary, rel=1e-6)
     assert bce(logit, ones, normalise="entries").item() == pytest.approx(binary / 3, rel=1e-6)
@@ -405,7 +417,12 @@ def direction(kind, forward):
 def test_symmetric_equals_both_directions_looped(variant, reduction, forward, rng):
     name, options = VARIANTS[variant]
     forward = direction(name, forward)
-    for soft, weighted in ((False, False), (True, False), (False, True), (True, True)):
+    for soft, weighted in (
+        (False, False),
+        (True, False),
+        (False, True),
+        (True, True),
+    ):
         case = random_case(rng)
         importance = 1 + 20 * rng.random(11) if weighted else None
         targets = case.targets(rng, soft=soft, extra=2, importance_L=importance)

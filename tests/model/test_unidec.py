@@ -369,7 +369,11 @@ def test_every_part_in_every_place_starts_as_the_whole(
         )
     for place in ("host", "disk"):
         assert torch.equal(started(Placement(place, tmp_path))[0], whole)
-    for first, count in ((0, 5), (5, 6), (3, 0)):
+    for first, count in (
+        (0, 5),
+        (5, 6),
+        (3, 0),
+    ):
         part, generator = started(Placement(first_row=first, num_rows=count))
         # a product of other blocks may differ in its last bit
         tolerance = 1e-2 if dtype == "bf16" else 1e-6

@@ -73,7 +73,13 @@ def test_weights_after_the_start_do_not_depend_on_the_seed(tiny_bert, tiny_param
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.parametrize(("had", "missing"), [("de", "clf"), ("clf", "de")])
+@pytest.mark.parametrize(
+    ("had", "missing"),
+    [
+        ("de", "clf"),
+        ("clf", "de"),
+    ],
+)
 def test_a_head_that_the_start_lacks_begins_as_its_other_one(start, had, missing):
     old, new = start(
         {"model.heads": had, "index.space": had}, **{"model.heads": "both", "index.space": "both"}
@@ -166,7 +172,12 @@ def test_another_transformer_is_refused_also_where_every_shape_fits(
 
 @pytest.mark.parametrize("layers", [0, 1, -1])
 @pytest.mark.parametrize(
-    ("kind", "frozen"), [("both", True), ("transformer", True), ("transformer", False)]
+    ("kind", "frozen"),
+    [
+        ("both", True),
+        ("transformer", True),
+        ("transformer", False),
+    ],
 )
 def test_how_the_start_was_trained_does_not_matter(start, tmp_path, kind, frozen, layers):
     """A transformer that trains alone has vectors of any length: frozen afterwards it
@@ -212,7 +223,11 @@ def test_no_model_and_a_damaged_one_are_refused(tiny_bert, tiny_params, tmp_path
 
 def test_a_start_is_named_by_its_content(tiny_bert, tiny_params, tmp_path):
     hashes = []
-    for name, seed in (("one", 1), ("two", 1), ("three", 2)):
+    for name, seed in (
+        ("one", 1),
+        ("two", 1),
+        ("three", 2),
+    ):
         trained(tiny_bert, tiny_params(), tmp_path / name, seed)
         hashes.append(start_sha256(tmp_path / name))
     assert hashes[0] == hashes[1] != hashes[2]

@@ -164,9 +164,8 @@ def test_a_refresh_adds_labels_without_training(operated):
     assert not [task for task in operated.server.tasks(run) if task.startswith("train round")]
     answers = operated.answers("champion", 200).decode()
     assert any(f",{uid}," in answers for uid in operated.fresh), "a new label is found by its text"
-    assert (
-        operated.server.completed(operated.server.run(REFRESH), 300)["state"]["name"] == "Skipped"
-    )
+    name = operated.server.completed(operated.server.run(REFRESH), 300)["state"]["name"]
+    assert name == "Skipped"
 
 
 def test_queries_that_drift_set_off_a_training_and_others_do_not(operated):

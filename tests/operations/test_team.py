@@ -74,10 +74,13 @@ def test_a_team_trains_promotes_serves_and_pulls(team: Any) -> None:
     team.server.completed(team.server.run(TRAIN), 1200)
 
     registry = team.registry()
-    assert {k: str(v) for k, v in registry.get_registered_model("unidec").aliases.items()} == {
+    expected = {
         "challenger": "1",
         "champion": "1",
     }
+    assert {
+        k: str(v) for k, v in registry.get_registered_model("unidec").aliases.items()
+    } == expected
     # files are in S3, behind MLflow's server; DVC's objects in the other bucket
     listed = {name: bucket(team, name) for name in ("mlflow", "dvc")}
     assert any(key.endswith("labels.arrow") or "bundle" in key for key in listed["mlflow"]), listed[

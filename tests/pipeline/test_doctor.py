@@ -219,7 +219,8 @@ def test_figures_that_wait_are_sent_unless_a_training_is_at_work(uri: str) -> No
     tracker.finish()
     tracker.log(8, {"loss": 0.4})
     repaired(1)
-    assert [p.step for p in open_client(uri).get_metric_history(str(tracker.run_id), "loss")] == [
+    steps = [p.step for p in open_client(uri).get_metric_history(str(tracker.run_id), "loss")]
+    assert steps == [
         7,
         8,
     ]

@@ -312,7 +312,11 @@ def test_a_refusal_for_uncommitted_changes_ends_with_their_commit(registry, monk
     Path("unidec").mkdir()
     Path("unidec/code.py").write_text("1\n")
     Path("params.yaml").write_text("optim: {epochs: 5}\n")
-    for words in (["init", "-q"], ["add", "unidec", "params.yaml"], ["commit", "-qm", "one"]):
+    for words in (
+        ["init", "-q"],
+        ["add", "unidec", "params.yaml"],
+        ["commit", "-qm", "one"],
+    ):
         subprocess.run([*git, *words], check=True)
     registry.version(registry.bundle("champion", wrong=range(0, 60, 4)), alias="champion")
     Path("unidec/code.py").write_text("2\n")

@@ -52,7 +52,14 @@ def test_the_error_with_a_cause_is_raised_not_its_consequences(tmp_path, monkeyp
         launch._result(tmp_path, 0)
 
 
-@pytest.mark.parametrize(("code", "words"), [(-9, "SIGKILL"), (1, "exit code 1"), (-15, "SIGTERM")])
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (-9, "SIGKILL"),
+        (1, "exit code 1"),
+        (-15, "SIGTERM"),
+    ],
+)
 def test_a_rank_that_died(tmp_path, monkeypatch, code, words):
     assert fail_rank(tmp_path, monkeypatch, 0, LostRank("gone")) == 1
     with pytest.raises(TrainingError, match=words):

@@ -382,7 +382,11 @@ def test_hard_negatives_and_rows(data, tiny_params):
 
 def test_degenerate_sizes(tiny_params):
     params = tiny_params(**{"pool.batch_size": 512})
-    for labels, queries, tokens in ((1, 1, 1), (1, 5000, 512), (10**9, 1, 32)):
+    for labels, queries, tokens in (
+        (1, 1, 1),
+        (1, 5000, 512),
+        (10**9, 1, 32),
+    ):
         plan = plan_memory(params, Sizes.given(labels, queries, tokens), {"device": GIB})
         assert all(amount.num_bytes >= 0 for amount in plan.amounts)
         assert plan.state_bytes > 0
@@ -605,7 +609,13 @@ def test_the_papers_setting():
     assert plan_of(paper_params(), free=roomy(24)).shortages
 
 
-@pytest.mark.parametrize(("recipe", "tokens"), [("unidec-gpu", 32), ("unidec-gpu-long", 128)])
+@pytest.mark.parametrize(
+    ("recipe", "tokens"),
+    [
+        ("unidec-gpu", 32),
+        ("unidec-gpu-long", 128),
+    ],
+)
 def test_the_shipped_recipes_fit_the_papers_card(recipe, tokens):
     """LF-Amazon(Titles)-131K: the recipe sets run.recompute where it is needed."""
     params = load_params(None, {"recipe": recipe})

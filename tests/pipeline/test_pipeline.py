@@ -25,7 +25,7 @@ from unidec import pipeline
 from unidec.bundle.bundle import Bundle
 from unidec.config import Params, recorded
 from unidec.data.dataset import XMCDataset
-from unidec.data.storage import folder_sha256, read_manifest
+from unidec.data.storage import folder_sha256, read_json_lines, read_manifest
 from unidec.errors import ConfigError
 from unidec.evaluation.metrics import by_query
 from unidec.metric_names import headline
@@ -52,8 +52,11 @@ pytestmark = pytest.mark.timeout(240)
 TIMES = ("seconds", "texts_per_s", "tokens_per_s")
 
 
-def records(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def write_elsewhere(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> None:
+    """These outputs of the stages lie in a folder of their own."""
+    for name in names:
+        elsewhere = folder / getattr(paths, name).name
+        monkeypatch.setitem(paths.RELATIVE, name, str(elsewhere))
 
 
 def run_data_stages(params: Params) -> dict:
@@ -99,11 +102,12 @@ def done(in_work: SimpleNamespace) -> SimpleNamespace:
 
 def test_data_stages(done: SimpleNamespace) -> None:
     results = done.results
-    assert {key: results["ingest"][key] for key in ("train", "validation", "test")} == {
+    expected = {
         "train": 1900,
         "validation": 100,
         "test": 500,
     }
+    assert {key: results["ingest"][key] for key in ("train", "validation", "test")} == expected
     dataset = XMCDataset.open(paths.DATASET)
     assert (
         results["ingest"]["num_labels"] == dataset.num_labels
@@ -139,16 +143,17 @@ def test_rounds(done: SimpleNamespace) -> None:
         r["clusters"] == 8 and r["mine_queries"] == 1900 and r["refresh_seconds"] > 0
         for r in refreshes
     )
-    assert [(r.round, r.epoch, r.finished, r.steps) for r in rounds] == [
+    expected = [
         (1, 1, False, 8),
         (2, 2, True, 8),
     ]
+    assert [(r.round, r.epoch, r.finished, r.steps) for r in rounds] == expected
     assert rounds[1].validation["P@1"] > 5  # 4,497 labels: chance is 0.1
-    kept = records(run / "rounds.jsonl")
+    kept = read_json_lines(run / "rounds.jsonl")
     assert [(line["round"], line["epoch"]) for line in kept] == [(1, 1), (2, 2)]
     assert kept[1]["validation"] == rounds[1].validation
     assert kept[1]["refresh"]["epoch"] == 1
-    steps = [line["step"] for line in records(run / "history.jsonl")]
+    steps = [line["step"] for line in read_json_lines(run / "history.jsonl")]
     assert steps == [0, 10]
 
 
@@ -301,7 +306,10 @@ def test_a_trial_logs_the_same_data_as_any_run(
     client = open_client(f"sqlite:///{done.folder}/mlflow.db")
     trial = tmp_path / "runs" / "own" / "0123456789ab"
     logged = []
-    for folder, data in ((tmp_path, "./raw/"), (trial, str(tmp_path / "raw"))):
+    for folder, data in (
+        (tmp_path, "./raw/"),
+        (trial, str(tmp_path / "raw")),
+    ):
         shutil.copytree(done.folder / "data", folder / "data")
         shutil.copytree(done.folder / "bert", folder / "bert")
         monkeypatch.chdir(folder)
@@ -390,17 +398,17 @@ def test_a_round_cut_off_before_its_record_is_repeated_without_doubles(
     started.cluster(), started.mine(), started.train_round(), started.validate()
     started.close()
     (run / "rounds.jsonl").open("a").close()
-    first = records(run / "rounds.jsonl")
+    first = read_json_lines(run / "rounds.jsonl")
     with open(run / "rounds.jsonl", "a") as file:
         file.write(json.dumps({"epoch": 2, "round": 2, "of": "a run that was cut off"}) + "\n")
     with open(run / "history.jsonl", "a") as file:
         file.write(json.dumps({"step": 8, "loss": 0.0}) + "\n")
     started.cluster(), started.mine(), started.train_round(), started.validate()
-    kept = records(run / "rounds.jsonl")
+    kept = read_json_lines(run / "rounds.jsonl")
     assert kept[0] == first[0]
     assert [line["epoch"] for line in kept] == [1, 2]
     assert "of" not in kept[1]
-    steps = [line["step"] for line in records(run / "history.jsonl")]
+    steps = [line["step"] for line in read_json_lines(run / "history.jsonl")]
     assert steps == [0, 10]
 
 
@@ -408,8 +416,7 @@ def test_figures_are_exact_on_the_trainings_device_whatever_the_index_loses(
     done: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     before = json.loads(paths.METRICS.read_text())
-    for name in ("METRICS", "PLOTS", "PREDICTIONS", "REPORT"):
-        monkeypatch.setitem(paths.RELATIVE, name, str(tmp_path / getattr(paths, name).name))
+    write_elsewhere(monkeypatch, tmp_path, "METRICS", "PLOTS", "PREDICTIONS", "REPORT")
     search = LabelIndex.search
     load = Bundle.load
     devices = []
@@ -442,8 +449,9 @@ def test_figures_are_exact_on_the_trainings_device_whatever_the_index_loses(
 @pytest.fixture
 def other_outputs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What follows writes elsewhere than `done` did."""
-    for name in ("MODEL", "BUNDLE", "METRICS", "PLOTS", "PREDICTIONS", "REPORT"):
-        monkeypatch.setitem(paths.RELATIVE, name, str(tmp_path / getattr(paths, name).name))
+    write_elsewhere(
+        monkeypatch, tmp_path, "MODEL", "BUNDLE", "METRICS", "PLOTS", "PREDICTIONS", "REPORT"
+    )
 
 
 @pytest.mark.usefixtures("other_outputs")
@@ -492,8 +500,7 @@ def test_a_head_alone_goes_through(done: SimpleNamespace, heads: str) -> None:
 @pytest.fixture
 def other_bundle(done: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The model of `done`, all that follows elsewhere."""
-    for name in ("BUNDLE", "METRICS", "PLOTS", "PREDICTIONS", "REPORT"):
-        monkeypatch.setitem(paths.RELATIVE, name, str(tmp_path / getattr(paths, name).name))
+    write_elsewhere(monkeypatch, tmp_path, "BUNDLE", "METRICS", "PLOTS", "PREDICTIONS", "REPORT")
 
 
 def dense_ndcg(bundle: Bundle, split: Any, clf_weight: float, knn_weight: float) -> float:
@@ -531,12 +538,10 @@ def test_votes_are_tuned_with_the_classifiers_weight_on_validation(done: SimpleN
         line["nDCG@5"] == best["nDCG@5"] and chosen.items() <= line.items() for line in tried
     )
     # neither weight can be bettered alone
-    assert {line["knn_weight"] for line in tried if line["clf_weight"] == info.clf_weight} == set(
-        KNN_WEIGHTS
-    )
-    assert {line["clf_weight"] for line in tried if line["knn_weight"] == info.knn.weight} == set(
-        CLF_WEIGHTS
-    )
+    knn_weights = {line["knn_weight"] for line in tried if line["clf_weight"] == info.clf_weight}
+    assert knn_weights == set(KNN_WEIGHTS)
+    clf_weights = {line["clf_weight"] for line in tried if line["knn_weight"] == info.knn.weight}
+    assert clf_weights == set(CLF_WEIGHTS)
     # better than the heads alone, and what a dense computation says of the votes of training
     # queries alone
     every = bundle.neighbours

@@ -92,7 +92,10 @@ def register_champion() -> int:
 def made(tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A project with two versions of its data and a champion, trained cold on the first."""
     folder = tmp_path_factory.mktemp("start")
-    for name, raw in (("raw", tiny_raw), ("raw2", later(tiny_raw))):
+    for name, raw in (
+        ("raw", tiny_raw),
+        ("raw2", later(tiny_raw)),
+    ):
         (folder / name).mkdir()
         write_raw(raw, folder / name, "xmc-json")
     tiny_transformer("bert", tiny_raw, folder / "bert")
@@ -217,7 +220,13 @@ def test_another_tokenizer(work, raw_factory):
 
 
 @pytest.mark.parametrize(
-    "change", [{"pool.beta": 1}, {"optim.epochs": 3}, {"encoder.residual": True}], ids=str
+    "change",
+    [
+        {"pool.beta": 1},
+        {"optim.epochs": 3},
+        {"encoder.residual": True},
+    ],
+    ids=str,
 )
 def test_other_parameters_than_the_champions(work, change):
     found = pipeline.choose_start(work.params(**change))

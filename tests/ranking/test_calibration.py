@@ -23,8 +23,9 @@ def pooled(bins: list[tuple[float, ...]]) -> list[tuple[float, ...]]:
     """Pool adjacent violators, begun again after each pair that is joined: of each bin the weight,
     the relevant labels, and whatever else is added up.
     """
+    share = [relevant / weight for weight, relevant, *_ in bins]
     for i in range(len(bins) - 1):
-        if bins[i][1] / bins[i][0] >= bins[i + 1][1] / bins[i + 1][0]:
+        if share[i] >= share[i + 1]:
             joined = tuple(map(sum, zip(bins[i], bins[i + 1], strict=True)))
             return pooled([*bins[:i], joined, *bins[i + 2 :]])
     return bins
@@ -37,16 +38,15 @@ def slow(score: np.ndarray, relevant: np.ndarray) -> list[tuple[float, float]]:
         for s, r in zip(score.ravel(), relevant.ravel(), strict=True)
         if np.isfinite(s)
     ]
-    num_bins = min(MOST_POINTS, sum(r for _, r in rows) // RELEVANT_A_BIN)
-    edges = sorted(
-        {float(np.quantile([s for s, r in rows if r], i / num_bins)) for i in range(1, num_bins)}
-    )
+    of_relevant = [s for s, r in rows if r]
+    num_bins = min(MOST_POINTS, len(of_relevant) // RELEVANT_A_BIN)
+    edges = sorted({float(np.quantile(of_relevant, i / num_bins)) for i in range(1, num_bins)})
     bins: list[tuple[float, ...]] = []
     for low, high in zip([-np.inf, *edges], [*edges, np.inf], strict=True):
         if own := [(s, r) for s, r in rows if low <= s < high]:
-            bins.append(
-                (len(own) + 1, sum(r for _, r in own) + 0.5, sum(s for s, _ in own), len(own))
-            )
+            num_relevant = sum(r for _, r in own)
+            total = sum(s for s, _ in own)
+            bins.append((len(own) + 1, num_relevant + 0.5, total, len(own)))
     return [(total / size, right / weight) for weight, right, total, size in pooled(bins)]
 
 
@@ -98,7 +98,8 @@ def test_a_higher_score_is_never_less_likely(rng: np.random.Generator) -> None:
             assert (np.diff(likely.ravel()) >= 0).all()
             assert likely.min() > 0
             assert likely.max() < 1
-        assert found.of(np.array([-np.inf, np.inf])).tolist() == found.of(at[[0, -1]] * 99).tolist()
+        ends = found.of(at[[0, -1]] * 99)
+        assert found.of(np.array([-np.inf, np.inf])).tolist() == ends.tolist()
 
 
 def test_one_score_all_relevant_none_and_too_few() -> None:

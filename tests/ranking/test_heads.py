@@ -117,7 +117,8 @@ def test_scores_of_some_pairs_are_those_of_all(rng, monkeypatch, space, with_bia
     queries = heads.queries(de_BD, clf_BD)
     all_BL = queries @ label_vectors(de_LD, clf_LD, bias, space, normalize).T
     asked = rng.random(all_BL.shape) < 0.4
-    asked[2], asked[5] = False, True
+    asked[2] = False
+    asked[5] = True
     query_P, label_P = np.nonzero(asked)
     for at_once in (4096, 1, 7):
         monkeypatch.setattr(heads_module, "_PAIRS_AT_ONCE", at_once)

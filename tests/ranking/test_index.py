@@ -27,7 +27,14 @@ def _random(
 
 
 @pytest.mark.parametrize(
-    ("num_labels", "dim", "k"), [(1, 1, 1), (1, 8, 5), (50, 3, 50), (300, 16, 10), (300, 16, 400)]
+    ("num_labels", "dim", "k"),
+    [
+        (1, 1, 1),
+        (1, 8, 5),
+        (50, 3, 50),
+        (300, 16, 10),
+        (300, 16, 400),
+    ],
 )
 def test_flat_is_exact(rng, num_labels, dim, k):
     vectors, queries = _random(rng, num_labels, dim, 33)
@@ -164,7 +171,13 @@ def test_damaged_files_are_refused(rng, tmp_path, kind):
         with pytest.raises(ArtifactError, match=r"index\.faiss"):
             LabelIndex.load(path, 200, 8, kind=kind)
     path.write_bytes(whole)
-    for labels, dim in ((199, 8), (201, 8), (200, 7), (200, 9), (100, 16)):
+    for labels, dim in (
+        (199, 8),
+        (201, 8),
+        (200, 7),
+        (200, 9),
+        (100, 16),
+    ):
         with pytest.raises(ArtifactError, match=r"index\.faiss"):
             LabelIndex.load(path, labels, dim, kind=kind)
     with pytest.raises(ArtifactError):

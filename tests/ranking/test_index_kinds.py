@@ -50,7 +50,12 @@ def test_the_parameters_name_the_same_kinds():
 
 
 @pytest.mark.parametrize(
-    ("kind", "instead"), [("sq8", "pq,"), ("hnsw-sq8", "pq or hnsw"), ("ivf-sq8", "ivf-pq")]
+    ("kind", "instead"),
+    [
+        ("sq8", "pq,"),
+        ("hnsw-sq8", "pq or hnsw"),
+        ("ivf-sq8", "ivf-pq"),
+    ],
 )
 def test_a_kind_of_before_is_refused_with_what_takes_its_place(kind, instead):
     with pytest.raises(ConfigError, match=f"index.kind(.|\n)*expected: {instead}"):
@@ -74,7 +79,15 @@ def test_scores_are_exact_and_most_is_found(rng, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("num_labels", "dim"), [(1, 1), (3, 5), (30, 4), (90, 7)])
+@pytest.mark.parametrize(
+    ("num_labels", "dim"),
+    [
+        (1, 1),
+        (3, 5),
+        (30, 4),
+        (90, 7),
+    ],
+)
 def test_few_labels_are_all_found(rng, kind, num_labels, dim):
     """So few that a compressed index scores them all, and a graph can link each with each; more
     results than labels.

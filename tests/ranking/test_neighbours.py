@@ -216,15 +216,16 @@ def test_candidates_are_enough_for_the_best_of_all_labels(rng, weight, excluding
 
 
 def test_votes_alone_are_sorted_votes(rng):
-    votes_BL = np.where(rng.random((9, 14)) < 0.4, np.round(rng.random((9, 14)), 1), 0).astype(
-        np.float32
-    )
+    has_vote_BL = rng.random((9, 14)) < 0.4
+    vote_BL = np.round(rng.random((9, 14)), 1)
+    votes_BL = np.where(has_vote_BL, vote_BL, 0).astype(np.float32)
     keys = np.flatnonzero(rng.random(votes_BL.size) < 0.2)
     left = votes_BL.copy()
     left.ravel()[keys] = 0
     ranked = votes_alone(PairScores.of(csr_matrix(votes_BL)), 5, keys)
     for b, row in enumerate(left):
-        best = [j for j in sorted(range(14), key=lambda j: (-row[j], j)) if row[j] > 0][:5]
+        in_order = sorted(range(14), key=lambda j: (-row[j], j))
+        best = [j for j in in_order if row[j] > 0][:5]
         assert ranked.rows[b].tolist() == best + [-1] * (5 - len(best))
 
 
@@ -432,7 +433,10 @@ def test_arrays_that_lead_outside_are_refused(voting):
     low = labels.copy()
     late = indptr.copy()
     back = indptr.copy()
-    high[0], low[-1], late[-1], back[3] = 12, -1, len(labels) + 5, indptr[-1] + 1
+    high[0] = 12
+    low[-1] = -1
+    late[-1] = len(labels) + 5
+    back[3] = indptr[-1] + 1
     start = indptr.copy()
     start[0] = 1
     inf = vectors.copy()

@@ -91,7 +91,10 @@ CASES = [
 
 
 def _close(got, expected, tolerance: float = 2e-5) -> None:
-    for ours, theirs in ((got.de_BD, expected.de_BD), (got.clf_BD, expected.clf_BD)):
+    for ours, theirs in (
+        (got.de_BD, expected.de_BD),
+        (got.clf_BD, expected.clf_BD),
+    ):
         assert (ours is None) == (theirs is None)
         if ours is not None:
             assert ours.dtype == np.float32 and ours.flags.c_contiguous
@@ -215,7 +218,14 @@ def test_tokens_and_places_that_the_weights_do_not_have_are_refused_at_once(bund
             FastEncoder(ModelConfig.read(about.folder), None)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[6]], ids=["both", "bag"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASES[0],
+        CASES[6],
+    ],
+    ids=["both", "bag"],
+)
 def test_weights_of_another_shape_or_name_are_refused(bundled, case):
     _, about = bundled(**case)
     weights = load_file(about.folder / "model.safetensors")

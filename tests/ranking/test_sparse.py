@@ -52,7 +52,15 @@ def test_the_top_of_each_row(dense, count):
     assert not PairScores.none((3, 4)).top(count).any()
 
 
-@pytest.mark.parametrize("shape", [(4, 5, 9), (1, 5, 9), (0, 5, 9), (3, 1, 1)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (4, 5, 9),
+        (1, 5, 9),
+        (0, 5, 9),
+        (3, 1, 1),
+    ],
+)
 def test_products_of_sparse_rows(rng, dense, shape):
     num_queries, num_rows, num_columns = shape
     other = csr_matrix(dense[:num_rows, :num_columns])

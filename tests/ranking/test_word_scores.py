@@ -66,14 +66,17 @@ def test_a_query_that_is_left_out_is_read_as_if_it_were_not_there(voters):
 
 def test_queries_with_the_same_words_and_labels_are_left_out_one_at_a_time(voters):
     vectors = voters.vectors_MD[[5, 5, 7, 8]]
-    labels = csr_matrix(np.eye(len(TITLES))[[2, 2, 2, 4]] + np.eye(len(TITLES))[[3, 3, 5, 4]])
+    one_hot = np.eye(len(TITLES))
+    labels = csr_matrix(one_hot[[2, 2, 2, 4]] + one_hot[[3, 3, 5, 4]])
     texts = [str(i) for i in range(4)]
     parts = (vectors, labels, texts, texts, voters.vote, voters.words, voters.label_words_LF)
     few = Neighbours(*parts)
     all_but_first = without(Neighbours(*parts), 0)
-    own = WordScorer(few, VOTING).score(few.vectors_MD[:1], np.array([0])).features(*every_pair(1))
-    wanted = WordScorer(all_but_first, VOTING).score(few.vectors_MD[:1]).features(*every_pair(1))
-    np.testing.assert_allclose(own, wanted, atol=2e-3)
+    first = few.vectors_MD[:1]
+    own = WordScorer(few, VOTING).score(first, np.array([0]))
+    wanted = WordScorer(all_but_first, VOTING).score(first)
+    pairs = every_pair(1)
+    np.testing.assert_allclose(own.features(*pairs), wanted.features(*pairs), atol=2e-3)
 
 
 def test_queries_without_words_or_labels_have_no_candidates(voters):

@@ -520,7 +520,12 @@ def test_a_folder_is_loaded_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "seconds"), [("models:/m/1", 0.02), (ALIAS, 0.0)], ids=["version", "never"]
+    ("source", "seconds"),
+    [
+        ("models:/m/1", 0.02),
+        (ALIAS, 0.0),
+    ],
+    ids=["version", "never"],
 )
 def test_a_number_and_an_alias_not_to_be_followed_are_looked_up_once(tmp_path, source, seconds):
     following = FollowingService(tmp_path, follow_seconds=seconds)
@@ -566,7 +571,14 @@ def test_a_damaged_bundle_fails_its_probe_with_the_reason(tmp_path):
         follow.probe_as_served(folder, Serve())
 
 
-@pytest.mark.parametrize(("registry", "up"), [("up", 1), ("away", 0), ("not asked", 0)])
+@pytest.mark.parametrize(
+    ("registry", "up"),
+    [
+        ("up", 1),
+        ("away", 0),
+        ("not asked", 0),
+    ],
+)
 def test_metrics(registry, up):
     state = Follower(Service(Serve()), ALIAS, Serve()).state()
     found = {

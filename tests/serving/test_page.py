@@ -81,9 +81,8 @@ def test_files_hold_to_the_policy() -> None:
     client = TestClient(Starlette(routes=list(page.page_routes())))
     files = {path: client.get(path).text for path in page.PAGE_PATHS}
     folder = Path(page.__file__).parent
-    assert {path.name for path in folder.iterdir() if path.is_file() and path.suffix != ".py"} == {
-        "index.html" if path == "/" else path.removeprefix("/page/") for path in files
-    }
+    names = {path.name for path in folder.iterdir() if path.is_file() and path.suffix != ".py"}
+    assert names == {"index.html" if path == "/" else path.removeprefix("/page/") for path in files}
     for path, text in files.items():
         assert not re.search(
             r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|@import", text

@@ -85,7 +85,13 @@ def refused(client: Registry, version: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("version", "why"), [("3", "another bundle"), ("4", "no bundle")])
+@pytest.mark.parametrize(
+    ("version", "why"),
+    [
+        ("3", "another bundle"),
+        ("4", "no bundle"),
+    ],
+)
 def test_what_is_refused(store_of_four, tmp_path, version, why):
     assert why in refused(registry(store_of_four, tmp_path), version)
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".")], (

@@ -134,9 +134,8 @@ def test_a_request_is_answered_wholly_by_the_engine_that_was_there_when_it_came(
                     for label in query["labels"]
                 }
                 assert scores == {score}
-            assert [reply.json["model"]["version"] for reply in await asyncio.gather(*asked)] == [
-                "a"
-            ] * 4 + ["b"] * 4
+            versions = [reply.json["model"]["version"] for reply in await asyncio.gather(*asked)]
+            assert versions == ["a"] * 4 + ["b"] * 4
             server.service.swap_back()
             assert (await server.predict("x")).json["model"]["version"] == "a"
 

@@ -25,7 +25,11 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "unidec").mkdir()
     (tmp_path / "unidec/model.py").write_text("x = 1\n")
     (tmp_path / "params.yaml").write_text("recipe: unidec\n")
-    for words in (["init", "-q", "-b", "main"], ["add", "-A"], ["commit", "-q", "-m", "one"]):
+    for words in (
+        ["init", "-q", "-b", "main"],
+        ["add", "-A"],
+        ["commit", "-q", "-m", "one"],
+    ):
         run(tmp_path, *words)
     return tmp_path
 

@@ -86,7 +86,8 @@ def test_run_holds_parameters_data_set_tags_and_metrics(client, tmp_path):
     assert json.loads(dataset.source) == {"uri": "data/dataset"}
     assert run.data.tags["git.dirty"] == "false"
     assert run.info.run_name == "run"
-    assert {file.path for file in client.list_artifacts(tracker.run_id, "report")} == {
+    paths = {file.path for file in client.list_artifacts(tracker.run_id, "report")}
+    assert paths == {
         "report/loss.csv",
         "report/report.html",
     }
@@ -251,7 +252,8 @@ def test_several_first_starts_at_once(tmp_path):
     ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "[0, 0, 0]\n", done.stderr
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+    names = sorted(path.name for path in (tmp_path / "new").iterdir())
+    assert names == [
         "mlflow.db",
         "mlflow.db-lock",
     ]

@@ -69,7 +69,11 @@ def test_the_model_is_served_with_a_key_and_only_when_asked_for(services):
 
 @pytest.mark.parametrize(
     ("settings", "is_deployed", "paused"),
-    [({}, False, True), ({"SCHEDULES": "active"}, False, False), ({}, True, False)],
+    [
+        ({}, False, True),
+        ({"SCHEDULES": "active"}, False, False),
+        ({}, True, False),
+    ],
 )
 def test_schedules_are_paused_at_the_first_deployment_alone(
     tmp_path, settings, is_deployed, paused
@@ -127,9 +131,8 @@ def test_no_secret_stands_anywhere(file, services):
         for key, value in service.get("environment", {}).items():
             assert not re.search("PASSWORD|SECRET", key) or key.endswith("_FILE"), (name, key)
             assert not re.search(r"://[^/@]*:[^/@]*@", value), f"{name}: {key} holds a password"
-    assert {entry["file"] for entry in file["secrets"].values()} == {
-        f"secrets/{name}" for name in file["secrets"]
-    }
+    files = {entry["file"] for entry in file["secrets"].values()}
+    assert files == {f"secrets/{name}" for name in file["secrets"]}
     assert {name for service in services.values() for name in service.get("secrets", [])} == set(
         file["secrets"]
     )

@@ -127,7 +127,10 @@ def test_which_labels_are_encoded_and_which_classified(
         assert [labels[encoded][place] for place in places] == drawn
     # pairs of either head, against a dense matrix
     relevance = tiny_dataset.relevance[batches.rows[:9]].toarray() > 0
-    for which, targets in ((encoded, batch.targets), (clf, batch.clf.targets)):
+    for which, targets in (
+        (encoded, batch.targets),
+        (clf, batch.clf.targets),
+    ):
         if which is not None and not (which == encoded and batches.settings.model.heads == "clf"):
             dense = np.zeros((9, len(labels[which])), dtype=bool)
             dense[targets.row_P.numpy(), targets.col_P.numpy()] = True

@@ -116,7 +116,14 @@ def loop_clusters(vectors, max_size, seed, tolerance=1e-4, max_iterations=100):
     return clusters, objectives
 
 
-@pytest.mark.parametrize(("num_points", "max_size"), [(40, 10), (75, 10), (203, 13)])
+@pytest.mark.parametrize(
+    ("num_points", "max_size"),
+    [
+        (40, 10),
+        (75, 10),
+        (203, 13),
+    ],
+)
 def test_a_level_at_once_equals_a_loop_over_clusters(num_points, max_size, rng):
     equal = 0
     for _ in range(6):

@@ -40,7 +40,15 @@ def test_an_error_of_the_backward_pass_is_its_own_unless_a_sum_failed():
         raise RuntimeError("of a callback")
 
 
-@pytest.mark.parametrize(("count", "world"), [(10, 3), (2, 5), (0, 2), (7, 1)])
+@pytest.mark.parametrize(
+    ("count", "world"),
+    [
+        (10, 3),
+        (2, 5),
+        (0, 2),
+        (7, 1),
+    ],
+)
 def test_parts_cover_everything_once(count, world):
     parts = [Ranks(rank, world).part(count) for rank in range(world)]
     assert [i for begin, end in parts for i in range(begin, end)] == list(range(count))
@@ -117,7 +125,13 @@ def refresh_input(rng, folder, num_points, num_labels):
     )
 
 
-@pytest.mark.parametrize(("world", "sizes"), [(2, [(203, 41)]), (3, [(200, 7), (2, 2)])])
+@pytest.mark.parametrize(
+    ("world", "sizes"),
+    [
+        (2, [(203, 41)]),
+        (3, [(200, 7), (2, 2)]),
+    ],
+)
 def test_clusters_and_negatives_are_those_of_one_rank(rng, tmp_path, world, sizes):
     for points, labels in sizes:
         refresh_input(rng, tmp_path / f"{points}-{labels}", points, labels)

@@ -23,7 +23,8 @@ class MiningCase:
         self.positive[self.rows[0]] = False
         self.positive[self.rows[1]] = True  # nothing left to mine
         # three at most are left
-        self.positive[self.rows[2], 3:], self.filtered[self.rows[2], 3:] = True, False
+        self.positive[self.rows[2], 3:] = True
+        self.filtered[self.rows[2], 3:] = False
 
     def mine(self, num_negatives, **options):
         return mine_hard_negatives(

@@ -116,7 +116,15 @@ def test_norms_of_distilbert_do_not_decay(tiny_distilbert, tiny_params):
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("warmup", "steps"), [(1.0, 7), (0.0, 7), (2.5, 4), (4.0, 7)])
+@pytest.mark.parametrize(
+    ("warmup", "steps"),
+    [
+        (1.0, 7),
+        (0.0, 7),
+        (2.5, 4),
+        (4.0, 7),
+    ],
+)
 def test_schedule_rises_to_one_then_falls_to_nought(tiny_bert, tiny_params, warmup, steps):
     params = tiny_params(**{"optim.epochs": 4, "optim.warmup_epochs": warmup})
     optimisers = Optimisers(make_model(tiny_bert, params), params.optim, steps)

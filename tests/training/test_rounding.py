@@ -105,7 +105,10 @@ def test_noise_is_uniform_and_differs_by_all_it_is_made_of():
     correlation = torch.corrcoef(torch.cat([x.T, torch.roll(x, 1, 0).T]))
     assert float((correlation - torch.eye(14)).abs().max()) < 5 / math.sqrt(len(rows))
     assert torch.equal(row_noise(rows.flip(0), 7, "a"), noise.flip(0))  # whatever the order
-    for other in (row_noise(rows, 7, "b"), row_noise(rows + 1, 7, "a")):
+    for other in (
+        row_noise(rows, 7, "b"),
+        row_noise(rows + 1, 7, "a"),
+    ):
         assert float((other == noise).double().mean()) < 0.001
     shape = row_noise(torch.zeros(0, dtype=torch.int64), 7, "a").shape
     assert shape == (0, 7)

@@ -322,7 +322,10 @@ def test_scale_is_a_scaled_gradient(table, rng):
     target = random_target(rng)
     (loss_of(table.gather(rows), target) * 0.125).backward()
     loss_of(other.gather(rows), target).backward()
-    for optimiser, scale in ((RowAdam(table, LR), 1.0), (RowAdam(other, LR), torch.tensor(0.125))):
+    for optimiser, scale in (
+        (RowAdam(table, LR), 1.0),
+        (RowAdam(other, LR), torch.tensor(0.125)),
+    ):
         optimiser.step(1, 1.0, scale)
     assert torch.equal(table.weight, other.weight)
 
@@ -412,7 +415,11 @@ def test_bfloat16_continues_bit_for_bit(rng, kind):
     other.weight.copy_(whole.weight)
     another_seed = ROW_OPTIMISERS[kind](other, LR, "another")
     copy_state(optimiser, another_seed)
-    for table, its in ((whole, optimiser), (half, resumed), (other, another_seed)):
+    for table, its in (
+        (whole, optimiser),
+        (half, resumed),
+        (other, another_seed),
+    ):
         steps(table, its, 3, 6)
     assert torch.equal(whole.weight, half.weight)
     assert not torch.equal(whole.weight, other.weight)
@@ -424,7 +431,10 @@ def test_parts_of_a_table_train_as_the_whole(rng, kind):
     whole = make_table(rng, torch.bfloat16)
     cut = 13
     halves = []
-    for first, count in ((0, cut), (cut, ROWS - cut)):
+    for first, count in (
+        (0, cut),
+        (cut, ROWS - cut),
+    ):
         half = RowTable(
             ROWS, WIDTH, torch.bfloat16, Placement(first_row=first, num_rows=count)
         ).train()

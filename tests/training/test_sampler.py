@@ -334,7 +334,11 @@ def test_a_batch_depends_on_seed_epoch_and_step_only(rng):
     one = case.sampler(**limits)
     other = case.sampler(**limits)
     first = draw(one, 2, 5)
-    for epoch, step in ((0, 0), (2, 6), (3, 5)):
+    for epoch, step in (
+        (0, 0),
+        (2, 6),
+        (3, 5),
+    ):
         draw(other, epoch, step)
     assert draw(other, 2, 5) == first
     different = [
@@ -361,7 +365,10 @@ def test_sampling_is_uniform():
         seen.update(
             sampler.batch(np.array([0]), epoch=0, step=step, shortlist_NH=shortlist).pool_S.tolist()
         )
-    for labels, share in ((range(5), 2 / 5), (range(5, 9), 3 / 4)):
+    for labels, share in (
+        (range(5), 2 / 5),
+        (range(5, 9), 3 / 4),
+    ):
         for label in labels:
             assert abs(seen[label] / draws - share) < 5 * np.sqrt(share * (1 - share) / draws)
     assert set(seen) == set(range(9))
@@ -446,7 +453,16 @@ def test_a_batch_with_nothing_to_learn():
 
 
 @pytest.mark.parametrize(
-    ("n", "size"), [(1, 4), (4, 4), (5, 4), (103, 10), (100, 10), (7, 1), (3, 1000)]
+    ("n", "size"),
+    [
+        (1, 4),
+        (4, 4),
+        (5, 4),
+        (103, 10),
+        (100, 10),
+        (7, 1),
+        (3, 1000),
+    ],
 )
 def test_random_batches_cover_rows_once_in_even_sizes(n, size):
     rows = np.arange(n) * 3 + 5
@@ -454,7 +470,10 @@ def test_random_batches_cover_rows_once_in_even_sizes(n, size):
     sizes = [len(batch) for batch in batches]
     assert sorted(np.concatenate([*batches, []]).tolist()) == rows.tolist()
     assert len(batches) == -(-n // size)
-    assert not sizes or (max(sizes) - min(sizes) <= 1 and max(sizes) <= size and min(sizes) > 0)
+    if sizes:
+        assert max(sizes) - min(sizes) <= 1
+        assert max(sizes) <= size
+        assert min(sizes) > 0
 
 
 def test_random_batches_change_by_epoch_and_repeat_for_the_same():
@@ -490,7 +509,16 @@ def test_clustered_batches_are_the_clusters_in_another_order_each_epoch():
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "size"), [(0, 3), (1, 1), (2, 1), (43, 12), (48, 12), (49, 12), (1000, 7)]
+    ("num_rows", "size"),
+    [
+        (0, 3),
+        (1, 1),
+        (2, 1),
+        (43, 12),
+        (48, 12),
+        (49, 12),
+        (1000, 7),
+    ],
 )
 def test_number_of_clusters_is_the_smallest_power_of_two_that_fits(num_rows, size):
     depth = 0
@@ -501,7 +529,13 @@ def test_number_of_clusters_is_the_smallest_power_of_two_that_fits(num_rows, siz
 
 @pytest.mark.parametrize(
     ("num_rows", "cluster", "batch"),
-    [(43, 2, 12), (43, 1, 12), (97, 5, 20), (64, 4, 16), (5, 1, 8)],
+    [
+        (43, 2, 12),
+        (43, 1, 12),
+        (97, 5, 20),
+        (64, 4, 16),
+        (5, 1, 8),
+    ],
 )
 def test_small_clusters_are_dealt_whole_to_batches_of_even_size(num_rows, cluster, batch):
     # sizes differ by one

@@ -123,9 +123,7 @@ def slow_ds(logit, positive, ignored):
     """Decoupled softmax, PSL, rows to columns: one pair after the other."""
     rows = []
     for i in range(len(logit)):
-        negatives = [
-            logit[i][j] for j in range(len(logit[i])) if not positive[i][j] and not ignored[i][j]
-        ]
+        negatives = logit[i][~(positive[i] | ignored[i])]
         one = [
             math.log(math.exp(x) + sum(map(math.exp, negatives))) - x
             for x, p in zip(logit[i], positive[i])
@@ -149,7 +147,13 @@ def slow_bce(logit, positive, ignored, normalise):
     return total / (positive.any(1).sum() if normalise == "rows" else entries)
 
 
-@pytest.mark.parametrize(("everything", "normalise"), [(False, "rows"), (True, "entries")])
+@pytest.mark.parametrize(
+    ("everything", "normalise"),
+    [
+        (False, "rows"),
+        (True, "entries"),
+    ],
+)
 def test_the_losses_of_a_step_equal_loops(open_trainer, tiny_dataset, everything, normalise):
     """Both heads, both directions, weights, temperature, filter pairs and bias, from texts to the
     two figures.
@@ -284,7 +288,11 @@ def test_logged_figures_are_those_of_the_batch(open_trainer):
 
 def test_another_seed_is_another_training(open_trainer):
     runs = []
-    for name, seed in (("a", 1), ("b", 2), ("c", 1)):
+    for name, seed in (
+        ("a", 1),
+        ("b", 2),
+        ("c", 1),
+    ):
         runs.append(open_trainer(name, seed=seed))
         train(runs[-1])
     assert history(runs[0]) == history(runs[2]) != history(runs[1])
@@ -449,7 +457,11 @@ def test_a_gpu_has_its_number_in_every_thread(monkeypatch):
     `set_device` said here.
     """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for local_rank, device in (("0", "auto"), ("1", "auto"), ("1", "cuda")):
+    for local_rank, device in (
+        ("0", "auto"),
+        ("1", "auto"),
+        ("1", "cuda"),
+    ):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         assert choose_device(device) == torch.device("cuda", int(local_rank))
     monkeypatch.delenv("LOCAL_RANK")

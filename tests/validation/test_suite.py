@@ -112,8 +112,10 @@ def test_distributions_and_duplicates_against_loops(
 ) -> None:
     raw = raw_factory(60, 20, 20, filters=False)
     train = raw.queries["train"].to_pydict()
-    train["title"][3], train["content"][3] = train["title"][7], train["content"][7]
-    train["title"][5], train["content"][5] = "Привет 42", ""
+    for column in ("title", "content"):
+        train[column][3] = train[column][7]
+    train["title"][5] = "Привет 42"
+    train["content"][5] = ""
     raw = replace(
         raw,
         queries=raw.queries | {"train": text_table(train["uid"], train["title"], train["content"])},
@@ -171,11 +173,15 @@ def test_soft_faults_are_judged_by_thresholds(
     raw = raw_factory(2000, 300, 50, filters=False)
     train = raw.queries["train"].to_pydict()
     test = raw.queries["test"].to_pydict()
-    train["title"][7], train["content"][7] = " ", ""
-    train["title"][9], train["content"][9] = "<b>&", ""
-    test["title"][5], test["content"][5] = train["title"][3], train["content"][3]
+    train["title"][7] = " "
+    train["content"][7] = ""
+    train["title"][9] = "<b>&"
+    train["content"][9] = ""
+    test["title"][5] = train["title"][3]
+    test["content"][5] = train["content"][3]
     labels = raw.labels.to_pydict()
-    labels["title"][4], labels["content"][4] = labels["title"][2], labels["content"][2]
+    for column in ("title", "content"):
+        labels[column][4] = labels[column][2]
     relevance = raw.relevance["train"].tolil()
     relevance[11] = 0
     raw = replace(
@@ -226,7 +232,8 @@ def test_a_severity_decides_what_a_share_beyond_its_bound_means(
 ) -> None:
     raw = raw_factory(60, 20, 10)
     train = raw.queries["train"].to_pydict()
-    train["title"][7], train["content"][7] = "", ""
+    train["title"][7] = ""
+    train["content"][7] = ""
     write_dataset(
         tmp_path / "d", replace(raw, queries={**raw.queries, "train": text_table(*train.values())})
     )
@@ -260,8 +267,10 @@ def test_empty_texts_and_leaks_fail_by_default(
     raw = raw_factory(60, 20, 10)
     train = raw.queries["train"].to_pydict()
     test = raw.queries["test"].to_pydict()
-    train["title"][7], train["content"][7] = "", "\u00a0"
-    test["title"][5], test["content"][5] = train["title"][3], train["content"][3]
+    train["title"][7] = ""
+    train["content"][7] = "\u00a0"
+    test["title"][5] = train["title"][3]
+    test["content"][5] = train["content"][3]
     raw = replace(
         raw, queries={"train": text_table(*train.values()), "test": text_table(*test.values())}
     )
@@ -275,7 +284,12 @@ def test_empty_texts_and_leaks_fail_by_default(
 
 
 def test_what_other_software_may_have_stored(tiny_dataset: XMCDataset, tmp_path: Path) -> None:
-    for name, value in (("nan", np.nan), ("minus", -1.0), ("zero", 0.0), ("infinite", np.inf)):
+    for name, value in (
+        ("nan", np.nan),
+        ("minus", -1.0),
+        ("zero", 0.0),
+        ("infinite", np.inf),
+    ):
         path = tampered(tiny_dataset, tmp_path / name, "relevance_data.npy", first(value))
         verdict = validate_dataset(path, tmp_path / "v", docs=False)
         assert [(table, column) for table, column, _ in failed(verdict)] == [

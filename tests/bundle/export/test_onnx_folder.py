@@ -48,7 +48,11 @@ def run(folder, texts: list[str]) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(
-    ("normalize", "bias"), [(False, True), pytest.param(True, False, marks=pytest.mark.slow)]
+    ("normalize", "bias"),
+    [
+        (False, True),
+        pytest.param(True, False, marks=pytest.mark.slow),
+    ],
 )
 def test_every_encoder_in_onnxruntime(make_bundle, tmp_path, name, normalize, bias) -> None:
     bundle = make_bundle(**KINDS[name], clf_normalize=normalize, clf_bias=bias)

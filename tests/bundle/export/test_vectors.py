@@ -38,7 +38,14 @@ def slow_scores(
 
 
 @pytest.mark.parametrize("head", ["both", "de", "clf"])
-@pytest.mark.parametrize(("normalize", "bias"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    ("normalize", "bias"),
+    [
+        (True, False),
+        (False, True),
+        (False, False),
+    ],
+)
 def test_inner_products_are_the_heads_scores(
     tmp_path, rng, monkeypatch, head, normalize, bias
 ) -> None:
