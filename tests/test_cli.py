@@ -250,12 +250,13 @@ def test_predict_prints_labels_with_scores(run, bundle: Path) -> None:
     assert code == 0
     lines = [line.split("\t") for line in out.splitlines()]
     assert lines[0] == ["query", "rank", "label", "title", "score", "probability"]
-    assert [line[:3] for line in lines[1:]] == [
+    expected = [
         ["a text", "1", "uid1"],
         ["a text", "2", "uid2"],
         ["another", "1", "uid1"],
         ["another", "2", "uid2"],
     ]
+    assert [line[:3] for line in lines[1:]] == expected
 
 
 def test_predictions_on_a_terminal_are_tables(capsys, monkeypatch) -> None:
@@ -306,10 +307,11 @@ def test_predict_hands_files_on(run, bundle: Path, monkeypatch: pytest.MonkeyPat
 def test_predict_as_json_lines(run, bundle: Path) -> None:
     _, out, _ = run("predict", "naïve ☃", "-k", "2", "--json")
     rows = [json.loads(line) for line in out.splitlines()]
-    assert [(row["query"], row["label"]) for row in rows] == [
+    expected = [
         ("naïve ☃", "uid1"),
         ("naïve ☃", "uid2"),
     ]
+    assert [(row["query"], row["label"]) for row in rows] == expected
 
 
 def test_predict_says_what_it_needs(run, bundle: Path) -> None:

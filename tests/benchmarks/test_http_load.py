@@ -152,7 +152,8 @@ def test_a_closed_loop_ends_in_time(load):
     measured = beside(quick, lambda port: load.closed_loop(port, requests(load), 3, seconds=0.3))
     assert 0.3 <= measured.seconds < 1
     assert measured.statuses[200] > 100
-    assert measured.rate == pytest.approx(measured.statuses[200] / measured.seconds)
+    expected = measured.statuses[200] / measured.seconds
+    assert measured.rate == pytest.approx(expected)
 
 
 def test_an_open_loop_counts_those_who_came_while_nothing_was_answered(load):

@@ -83,7 +83,8 @@ def test_a_row_does_not_depend_on_its_block(data, method):
     flat, offsets = function(rows)
     for row in (0, 1, 57, 199):
         alone, _ = function(np.array([row]))
-        np.testing.assert_array_equal(alone, flat[offsets[row] : offsets[row + 1]])
+        expected = flat[offsets[row] : offsets[row + 1]]
+        np.testing.assert_array_equal(alone, expected)
 
 
 def test_raw_files_do_not_depend_on_the_block_size(synthetic, data, tmp_path):

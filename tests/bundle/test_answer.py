@@ -164,7 +164,8 @@ def test_probabilities_only_of_labels_that_are_ranked_as_the_bundle_ranks(rng, t
         Request("red car", min_score=1e9),
     ]
     own, *others, chosen, none = answerer.answer(requests)
-    assert own.probabilities == calibration.of(np.array(own.scores)).tolist()
+    expected = calibration.of(np.array(own.scores)).tolist()
+    assert own.probabilities == expected
     assert len(own.labels) == 5
     assert [one.probabilities for one in others] == [[], [], []]
     assert all(one.labels for one in others)
@@ -242,7 +243,8 @@ def test_tokens_are_counted(rng, tmp_path):
     found = _answerer(tmp_path / "b").answer(
         [Request("red car"), Request("what is red"), Request("what")]
     )
-    assert [(one.num_tokens, one.unknown_tokens) for one in found] == [(2, 0), (3, 2), (1, 1)]
+    expected = [(2, 0), (3, 2), (1, 1)]
+    assert [(one.num_tokens, one.unknown_tokens) for one in found] == expected
 
 
 def test_what_cannot_be_answered_is_named(rng, tmp_path):
@@ -282,7 +284,8 @@ def test_an_explanation_adds_up(rng, tmp_path, vote, by_words):
     )
     answerer = _answerer(tmp_path / "b")
     told = answerer.explain(Request("red strange car", k=6), neighbours=4)
-    assert told.prediction == answerer.answer([Request("red strange car", k=6)])[0]
+    expected = answerer.answer([Request("red strange car", k=6)])[0]
+    assert told.prediction == expected
     columns = {
         "de": told.prediction.de_scores,
         "clf": told.prediction.clf_scores,

@@ -166,9 +166,8 @@ def write(path: Path, rows: list[dict[str, str]]) -> Path:
 def test_every_format_gives_the_same(name: str, tmp_path: Path) -> None:
     quoted = RawBounds(quotes="yes")  # quoted text of a .tsv file spans lines
     found = read_labels(write(tmp_path / name, ROWS), quoted)
-    assert [(item.uid, item.text, item.title) for item in found] == [
-        tuple(row.values()) for row in ROWS
-    ]
+    expected = [tuple(row.values()) for row in ROWS]
+    assert [(item.uid, item.text, item.title) for item in found] == expected
     lines = {"csv": [2, 4, 5], "tsv": [2, 4, 5], "jsonl": [1, 2, 3], "parquet": [1, 2, 3]}[
         name.split(".")[1]
     ]
@@ -304,7 +303,8 @@ def test_of_equally_near_labels_the_first_count(rng: np.random.Generator) -> Non
     clf = rng.normal(size=(1, 6)).astype(np.float32)
     de = vectors["de"][:1]
     found = estimated_rows(vectors, np.arange(12), clf, de)[0]
-    np.testing.assert_allclose(found[0], by_hand(vectors, list(range(3)), clf, de)[0], atol=1e-5)
+    expected = by_hand(vectors, list(range(3)), clf, de)[0]
+    np.testing.assert_allclose(found[0], expected, atol=1e-5)
 
 
 def test_without_a_trained_label_a_row_is_its_text(rng: np.random.Generator) -> None:

@@ -185,9 +185,8 @@ def test_every_row_is_its_labels(
             and title == old[uid]
             and before.info.text == "title"
         ):
-            assert np.array_equal(
-                after.vectors["de"][row], before.vectors["de"][before.row_of[uid]]
-            )
+            expected = before.vectors["de"][before.row_of[uid]]
+            assert np.array_equal(after.vectors["de"][row], expected)
         elif "de" in after.vectors:
             np.testing.assert_allclose(after.vectors["de"][row], de[0], atol=1e-5)
         for name in {"clf", "bias"} & after.vectors.keys():

@@ -136,7 +136,8 @@ def test_figures_are_those_of_the_predictions(project: SimpleNamespace, name: st
         assert len(set(found)) == len(found) > 0
         first += bool(truth[i, found[0]])
         recall += truth[i, found[:10]].sum() / max(truth[i].sum(), 1)
-    assert made["metrics"]["P@1"] == pytest.approx(100 * first / 40)
+    expected = 100 * first / 40
+    assert made["metrics"]["P@1"] == pytest.approx(expected)
     assert made["metrics"]["R@10"] == pytest.approx(100 * recall / 40)
     assert made["dataset"]["test queries"] == 40
     assert made["lineage"]["threads"] >= "1"
@@ -205,7 +206,8 @@ def test_runs_of_mlflow(project: SimpleNamespace) -> None:
         made = result(project, name)
         run = client.get_run(made["mlflow_run"])
         assert run.info.status == "FINISHED"
-        assert run.data.metrics["test/P_at_1"] == pytest.approx(made["metrics"]["P@1"])
+        expected = made["metrics"]["P@1"]
+        assert run.data.metrics["test/P_at_1"] == pytest.approx(expected)
 
 
 # -- the page's input
@@ -230,7 +232,8 @@ def test_page_input(project: SimpleNamespace) -> None:
     own, before = (result(project, name)["costs"] for name in ("second", "first"))
     costs = cells["second"].runs[0].costs
     for name in ("train_seconds", "refresh_seconds", "total_seconds"):
-        assert costs[name] == pytest.approx(own[name] + before[name])
+        expected = own[name] + before[name]
+        assert costs[name] == pytest.approx(expected)
     first_line = (
         cells["second"].runs[0].curve[0]["train_seconds"]
         - result(project, "second")["curve"][0]["train_seconds"]
@@ -265,10 +268,11 @@ def test_a_data_set_that_was_not_started_is_only_named(project: SimpleNamespace)
     page = results.page_input(comparison, results.gather(comparison), {})
     assert [task.name for task in page.tasks] == ["d", "e"]
     assert "Not run yet: e." not in page.notes
-    assert {(entry["cell"], entry["state"]) for entry in page.failures} == {
+    expected = {
         ("first", "failed"),
         *((name, "not run") for name in ORDER if name != "first"),
     }
+    assert {(entry["cell"], entry["state"]) for entry in page.failures} == expected
 
 
 def test_the_page_is_written(project: SimpleNamespace, tmp_path: Path) -> None:
@@ -288,9 +292,8 @@ def test_the_figures_beside_the_page(project: SimpleNamespace) -> None:
     for name, entry in cells.items():
         own = result(project, name)
         metrics = entry["metrics"]
-        assert metrics == {
-            metric: [round(value, 3), None] for metric, value in own["metrics"].items()
-        }
+        expected = {metric: [round(value, 3), None] for metric, value in own["metrics"].items()}
+        assert metrics == expected
         assert len(entry["curve"]) == len(own["curve"])
         assert entry["seeds"] == [0]
     minutes, percent = cells["first"]["curve"][-1]
@@ -373,7 +376,8 @@ def test_figures_for_dvc(project: SimpleNamespace, tmp_path: Path) -> None:
     results.write_metrics(tmp_path / "figures" / "knn.json", project.steps["d/kNN/0"])
     figures = json.loads((tmp_path / "figures" / "knn.json").read_text())
     assert figures["run"] == "d/kNN/0"
-    assert figures["P_at_1"] == pytest.approx(result(project, "kNN")["metrics"]["P@1"], abs=1e-3)
+    expected = result(project, "kNN")["metrics"]["P@1"]
+    assert figures["P_at_1"] == pytest.approx(expected, abs=1e-3)
 
 
 # -- what goes wrong

@@ -70,7 +70,8 @@ def test_what_a_trial_changes(write: Write) -> None:
     of_recipe = load_params(write("recipe: ngame-classifier\n", "params.yaml")).optim
     tripled = applied(comparison.jobs["part/third/4"].params, {"lr": 3, "pool.eta": 1})
     for name in ("lr_encoder", "lr_bag", "lr_heads", "lr_clf"):
-        assert getattr(tripled.optim, name) == pytest.approx(3 * getattr(of_recipe, name))
+        expected = 3 * getattr(of_recipe, name)
+        assert getattr(tripled.optim, name) == pytest.approx(expected)
     assert (tripled.pool.eta, tripled.model.dropout) == (1, 0.2)
     overrides = {"optim.lr_bag": 0.5, "pool.eta": 2}
     given = load_comparison(path, overrides, tune=True)

@@ -95,7 +95,8 @@ def test_from_nothing_to_a_report(
     figures = json.loads((project / "figures" / "knn.json").read_text())
     result = json.loads(next(workspace.glob("cells/d/knn/0-*/result.json")).read_text())
     assert figures["run"] == "d/kNN/0"
-    assert figures["P_at_1"] == pytest.approx(result["metrics"]["P@1"], abs=1e-3)
+    expected = result["metrics"]["P@1"]
+    assert figures["P_at_1"] == pytest.approx(expected, abs=1e-3)
 
     from mlflow import MlflowClient
 
@@ -184,7 +185,8 @@ def test_tuned_then_compared(project: Path, capfd: pytest.CaptureFixture[str]) -
     reached = [
         json.loads(file.read_text())["curve"][-1]["validation"]["nDCG@5"] for file in results
     ]
-    assert sorted(reached) == pytest.approx(sorted(figures.values()), abs=1e-3)
+    expected = sorted(figures.values())
+    assert sorted(reached) == pytest.approx(expected, abs=1e-3)
     table = (project / "runs/compare/tiny/tuning/depsl/trials.md").read_text()
     assert table.count("| trained |") == 2
     before = [file.stat().st_mtime_ns for file in results]

@@ -119,10 +119,12 @@ def test_what_a_peer_is_given(tiny_dataset, folder):
     train = json.loads((folder / "task" / "train.json").read_text())
     rows = tiny_dataset.rows("train")
     assert train == list(tiny_dataset.query_texts(rows))
-    assert sp.load_npz(folder / "task" / "X.train.npz").shape[0] == len(train) == 43
+    assert sp.load_npz(folder / "task" / "X.train.npz").shape[0] == 43
+    assert len(train) == 43
+    expected = tiny_dataset.relevance[rows].toarray() > 0
     np.testing.assert_array_equal(
         sp.load_npz(folder / "task" / "Y.train.npz").toarray() > 0,
-        tiny_dataset.relevance[rows].toarray() > 0,
+        expected,
     )
     assert sp.load_npz(folder / "task" / "X.labels.npz").shape[0] == 40
 
@@ -142,9 +144,8 @@ def test_text_vectors_stand_beside_the_words(tiny_dataset):
     for name in (*splits, "labels"):
         own = vectors["labels"] if name == "labels" else vectors["queries"][tiny_dataset.rows(name)]
         assert both[f"X.{name}"].shape[0] == len(texts[name])
-        np.testing.assert_allclose(
-            both[f"X.{name}"].toarray(), np.hstack([words[f"X.{name}"].toarray(), own])
-        )
+        expected = np.hstack([words[f"X.{name}"].toarray(), own])
+        np.testing.assert_allclose(both[f"X.{name}"].toarray(), expected)
 
 
 def test_nothing_to_train_on_is_refused(raw_factory, folder):

@@ -163,7 +163,8 @@ def test_a_search_finds_the_better_parameters_also_after_a_stop(
         "model.dropout",
         "pool.beta",
     ]
-    assert [row[0] for row in rows] == [str(number) for number in range(13)]
+    expected = [str(number) for number in range(13)]
+    assert [row[0] for row in rows] == expected
     assert rows[found.trial][1] == "trained"
     assert float(rows[found.trial][2]) == pytest.approx(found.metric, abs=0.01)
     # the median rule begins after five trainings, and never ends the best one

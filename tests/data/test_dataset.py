@@ -175,7 +175,8 @@ def test_hold_out_against_families_found_slowly(
     text_of = np.random.default_rng(seed + 1).integers(0, 2 * rows + 1, rows)
     queries = text_table([f"u{row}" for row in range(rows)], [f"text {text}" for text in text_of])
     held = hold_out(queries, csr_matrix(pairs), share, seed)
-    np.testing.assert_array_equal(held, hold_out(queries, csr_matrix(pairs), share, seed))
+    expected = hold_out(queries, csr_matrix(pairs), share, seed)
+    np.testing.assert_array_equal(held, expected)
     has_text = text_of[:, None] == np.arange(2 * rows + 1)
     groups = families(np.hstack([pairs, has_text]))
     for group in groups:

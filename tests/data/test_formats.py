@@ -152,7 +152,8 @@ def test_lf_debian_as_its_statistics_say(lf_debian_path: Path) -> None:
     stats = json.loads((lf_debian_path / "stats.json").read_text())
     assert raw.format == "xmc-json" and raw.num_labels == stats["n_labels"]
     for split in ("train", "test"):
-        assert raw.queries[split].num_rows == stats[f"n_{split}"]
+        expected = stats[f"n_{split}"]
+        assert raw.queries[split].num_rows == expected
         assert raw.relevance[split].nnz == stats[f"{split}_pairs"]
         assert raw.filter_pairs[split].nnz == stats["filter_pairs"][f"filter_labels_{split}.txt"]
 
@@ -217,9 +218,8 @@ def test_parquet_with_numbers_as_ids(tiny_raw: RawData, tmp_path: Path) -> None:
         table.to_parquet(tmp_path / "raw" / f"{name}.parquet")
     raw = read_raw(tmp_path / "raw")
     assert raw.labels["uid"].to_pylist() == [str(i) for i in range(40)]
-    np.testing.assert_array_equal(
-        raw.relevance["train"].toarray(), tiny_raw.relevance["train"].toarray()
-    )
+    expected = tiny_raw.relevance["train"].toarray()
+    np.testing.assert_array_equal(raw.relevance["train"].toarray(), expected)
 
 
 def test_beir_by_hand(tmp_path: Path) -> None:

@@ -49,9 +49,8 @@ def test_equals_dense_product(monkeypatch, threshold, pairs_at_once):
     monkeypatch.setattr(label_graph, "_PAIRS_AT_ONCE", pairs_at_once)
     relevance = random_relevance(int(100 * threshold))
     got = soft_targets(relevance, threshold)
-    np.testing.assert_allclose(
-        got.toarray(), dense_reference(relevance.toarray() > 0, threshold), rtol=1e-6
-    )
+    expected = dense_reference(relevance.toarray() > 0, threshold)
+    np.testing.assert_allclose(got.toarray(), expected, rtol=1e-6)
     assert got.dtype == np.float32
     assert got.has_sorted_indices
     assert (got.data > 0).all()
@@ -262,7 +261,8 @@ def test_equally_rare_labels_are_drawn_at_random():
 def test_every_kind_takes_data_without_positives(kind, shape):
     got = soft_targets(csr_matrix(shape), 0.1, kind=kind)
     own = sigmoid(1) if kind == "glas" else 1
-    np.testing.assert_allclose(got.toarray(), own * np.eye(shape[1]), rtol=1e-6)
+    expected = own * np.eye(shape[1])
+    np.testing.assert_allclose(got.toarray(), expected, rtol=1e-6)
 
 
 # -- on disk

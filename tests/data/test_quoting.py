@@ -111,7 +111,8 @@ def test_the_key_decides(tmp_path: Path) -> None:
 )
 def test_honest_text_of_several_lines_in_csv(tmp_path: Path, text: str) -> None:
     rows = read(tmp_path / "a.csv", f"id,text\nq1,{text}\nq2,b\n")
-    assert [cells for _, cells in rows] == [["q1", text.strip('"')], ["q2", "b"]]
+    expected = [["q1", text.strip('"')], ["q2", "b"]]
+    assert [cells for _, cells in rows] == expected
 
 
 def test_every_reader_of_tables_reads_all_rows(tmp_path: Path) -> None:

@@ -73,7 +73,8 @@ def test_a_damaged_plan_is_refused_and_replaced(tmp_path, text):
     (tmp_path / "w" / "plan.json").write_text(text)
     with pytest.raises(ArtifactError):
         Work.open(tmp_path / "w")
-    assert begin(tmp_path / "w") == work == Work.open(tmp_path / "w")
+    assert begin(tmp_path / "w") == work
+    assert work == Work.open(tmp_path / "w")
 
 
 def test_only_one_process_is_at_a_work(tmp_path):

@@ -47,7 +47,8 @@ def test_round_trip(folder: Path) -> None:
     manifest = read_manifest(folder, "thing", 2)
     assert manifest["meta"] == {"a": 1, "rows": 3}
     assert set(manifest["files"]) == {"x.npy", "sub/y.txt"}
-    assert manifest["files"]["x.npy"]["sha256"] == file_sha256(folder / "x.npy")
+    expected = file_sha256(folder / "x.npy")
+    assert manifest["files"]["x.npy"]["sha256"] == expected
     assert os.listdir(folder.parent) == ["thing"]
 
 

@@ -77,7 +77,8 @@ def every():
 
 def test_the_library_reads_it(every, tmp_path):
     digest = write_tensors(tmp_path / "x", every, {"rows": "1 ü\n"})
-    assert digest == hashlib.sha256((tmp_path / "x").read_bytes()).hexdigest()
+    expected = hashlib.sha256((tmp_path / "x").read_bytes()).hexdigest()
+    assert digest == expected
     assert same(load_file(tmp_path / "x"), {name: value.detach() for name, value in every.items()})
     assert same(
         read_tensors(tmp_path / "x"), {name: value.detach() for name, value in every.items()}
@@ -108,7 +109,8 @@ def test_others_may_read_it_as_far_as_the_umask_allows(tmp_path, umask):
 
 def test_no_tensors_at_all(tmp_path):
     write_tensors(tmp_path / "x", {})
-    assert load_file(tmp_path / "x") == read_tensors(tmp_path / "x") == {}
+    assert load_file(tmp_path / "x") == {}
+    assert read_tensors(tmp_path / "x") == {}
 
 
 def test_every_tensor_is_aligned(tmp_path):

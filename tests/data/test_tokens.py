@@ -108,7 +108,8 @@ def test_cache_equals_memory(cache, minilm, random_texts):
     assert len(cache) == len(random_texts)
     assert cache.meta["text"] == "title"
     assert cache.meta["tokenizer_sha256"] == storage.file_sha256(minilm / "tokenizer.json")
-    assert cache.meta["num_tokens"] == len(cache.ids) == cache.lengths().sum()
+    assert cache.meta["num_tokens"] == len(cache.ids)
+    assert len(cache.ids) == cache.lengths().sum()
 
 
 def test_a_cache_holds_two_bytes_a_token_and_eight_a_text(minilm, tmp_path, monkeypatch):
@@ -145,7 +146,8 @@ def test_lengths(cache):
 
 
 def test_empty_texts_are_their_special_tokens(cache):
-    assert slow_row(cache, 1) == slow_row(cache, 2) == [101, 102]
+    assert slow_row(cache, 1) == [101, 102]
+    assert slow_row(cache, 2) == [101, 102]
     assert slow_row(cache, 5)[0] == 101
     assert slow_row(cache, 5)[-1] == 102, "special tokens survive the cut"
 
@@ -186,9 +188,11 @@ def test_batch_and_ragged_equal_a_slow_loop(cache, case):
         assert [ids[mask].tolist() for ids, mask in zip(ids_BT, mask_BT)] == [
             row[:most] for row in expected
         ]
-        assert ids_BT.shape == mask_BT.shape == (len(rows), min(longest, most))
+        assert ids_BT.shape == (len(rows), min(longest, most))
+        assert mask_BT.shape == (len(rows), min(longest, most))
     assert offsets[0] == 0
-    assert offsets[-1] == len(flat) == sum(map(len, expected))
+    assert offsets[-1] == len(flat)
+    assert len(flat) == sum(map(len, expected))
 
 
 @pytest.mark.parametrize(

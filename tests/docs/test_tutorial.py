@@ -67,7 +67,8 @@ def test_the_notebook_was_executed_in_order_and_is_one_that_jupyter_reads(
     cells = notebook["cells"]
     assert len({cell["id"] for cell in cells}) == len(cells)
     code = [cell for cell in cells if cell["cell_type"] == "code"]
-    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    expected = list(range(1, len(code) + 1))
+    assert [cell["execution_count"] for cell in code] == expected
     assert all(cell["outputs"] for cell in code)
     kinds = {output["output_type"] for cell in code for output in cell["outputs"]}
     assert kinds <= {"stream", "display_data", "execute_result"}, "an error was kept"

@@ -67,7 +67,8 @@ def test_large_data_is_sampled_and_says_so(case, monkeypatch):
     monkeypatch.setattr(module, "MAX_SCORES", 1)
     monkeypatch.setattr(module, "MIN_TEST", 40)
     measured = measure_baselines(dataset, "title", inverse, groups)
-    assert len(measured.places) == 40 == len(measured.labels["knn"])
+    assert len(measured.places) == 40
+    assert len(measured.labels["knn"]) == 40
     assert (np.diff(measured.places) > 0).all()
     assert "300 of 2,000 queries of the train and validation splits" in measured.about
     assert "40 of 500 test queries" in measured.about
@@ -100,9 +101,8 @@ def test_the_sentence_names_gains_losses_and_what_is_open(case):
         and "loses nothing significant" in words
     )
     for one in found[: len(COMPARED)]:
-        assert one.against_value == pytest.approx(
-            max(m[one.metric] for m in measured.metrics.values())
-        )
+        expected = max(m[one.metric] for m in measured.metrics.values())
+        assert one.against_value == pytest.approx(expected)
     found, words = judged(np.full((500, 100), -1, dtype=np.int64))
     assert "gains nothing" in words and "loses P@1 -" in words and "R@10 of tail labels -" in words
     _, words = judged(measured.labels["mix"])

@@ -68,7 +68,8 @@ def test_the_bootstrap_beside_a_slow_one_with_the_same_draws(metric: str) -> Non
         values = [
             evaluate(part[rows], truth[rows], weight, group)[metric] for part in (first, second)
         ]
-        assert fast[r] == pytest.approx(values[0] - values[1], abs=1e-9)
+        expected = values[0] - values[1]
+        assert fast[r] == pytest.approx(expected, abs=1e-9)
 
 
 def one_label_queries(num_queries: int = 400, num_labels: int = 60):

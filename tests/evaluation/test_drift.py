@@ -58,7 +58,8 @@ def test_js_distance_is_scipys_on_random_and_degenerate_histograms() -> None:
     assert js_distance([1, 0], [0, 5]) == 1.0
     assert js_distance([2, 2], [7, 7]) == 0.0
     assert js_distance([0, 0], [0, 0]) == 0.0
-    assert js_distance([0, 0], [1, 0]) == 1.0 == js_distance([1, 0], [0, 0])
+    assert js_distance([0, 0], [1, 0]) == 1.0
+    assert js_distance([1, 0], [0, 0]) == 1.0
 
 
 def test_what_is_served_by_hand() -> None:
@@ -87,9 +88,8 @@ def test_what_is_served_by_hand() -> None:
     moved = (window.mean(0) - vectors.mean(0)) / vectors.std(0)
     shift = np.sqrt(np.mean(moved[:6] ** 2))
     assert found["shift"].new == pytest.approx(shift, rel=1e-4)
-    assert found["spread"].new == pytest.approx(
-        window.var(0).sum() / vectors.var(0).sum(), rel=1e-3
-    )
+    expected = window.var(0).sum() / vectors.var(0).sum()
+    assert found["spread"].new == pytest.approx(expected, rel=1e-3)
     assert found["low_score"].new == pytest.approx(
         (answered < np.quantile(scores, 0.05)).mean(), abs=0.01
     )
@@ -107,7 +107,8 @@ def test_the_noise_of_a_distance_is_what_new_draws_of_one_distribution_give() ->
         check = _distance(
             "x", "x", (2000 * share).round().astype(int), rng.multinomial(size, share), (0.0, None)
         )
-        assert check.noise == pytest.approx(np.quantile(drawn, 0.99), rel=0.15)
+        expected = np.quantile(drawn, 0.99)
+        assert check.noise == pytest.approx(expected, rel=0.15)
     assert _distance("x", "x", [0, 0], [3, 4], (0.1, None)).state == "warning"
 
 
@@ -175,7 +176,8 @@ def test_a_later_data_set_within_and_beyond_its_bounds(profile: Figures) -> None
 
     train = profile["rows"]["train"]
     assert states(lambda new: None) == {}
-    assert states(rows("train", train * 1.09)) == {} == states(rows("train", train * 0.91))
+    assert states(rows("train", train * 1.09)) == {}
+    assert states(rows("train", train * 0.91)) == {}
     assert (
         states(rows("train", train * 1.2))
         == {"train": "warning"}

@@ -58,7 +58,8 @@ def test_lines_lie_where_their_numbers_are_and_break_at_gaps():
         "c", [Line("a", [0, 1, 2, 3, 4], [0, 10, NAN, 5, 5], dots=True)], "x", "y", y_from_zero=True
     )
     ((x0, y0), (x1, y1), (x3, y3), (x4, y4)) = paths(chart, COLOURS[0])[0]
-    assert x4 - x0 == pytest.approx(4 * (x1 - x0), abs=0.01)
+    expected = 4 * (x1 - x0)
+    assert x4 - x0 == pytest.approx(expected, abs=0.01)
     assert y1 < y3 == y4 < y0
     assert x3 - x1 == pytest.approx(2 * (x1 - x0), abs=0.01)
     assert y0 - y3 == pytest.approx((y0 - y1) / 2, abs=0.01)
@@ -101,7 +102,8 @@ def test_points_lie_where_their_numbers_are_and_the_best_are_named():
     chart = point_chart("c", "x", "y", points)
     (x_low, y_low), (x_left, y_left) = dots(chart, COLOURS[0])
     ((x_right, y_right),) = dots(chart, COLOURS[PEER])
-    assert x_left - x_low == pytest.approx((x_right - x_low) / 2, abs=0.01)
+    expected = (x_right - x_low) / 2
+    assert x_left - x_low == pytest.approx(expected, abs=0.01)
     assert y_low - y_right == pytest.approx((y_low - y_left) / 2, abs=0.01)
     assert [name for name in ("low", "left", "right") if f">{name}</text>" in drawn(chart)] == [
         "left",
@@ -145,7 +147,8 @@ def test_ranges_lie_where_their_numbers_are():
     assert [x for x, _ in dots(chart, COLOURS[1])] == [left, right]
     ((mean, y),) = dots(chart, COLOURS[0])
     ((other, below),) = dots(chart, COLOURS[5])
-    assert other - mean == pytest.approx(5 * (right - left), abs=0.01)
+    expected = 5 * (right - left)
+    assert other - mean == pytest.approx(expected, abs=0.01)
     assert below > y
     assert chart.about == "x; a 10.00; b 20.00"
     assert range_chart("c", [], "x") is None

@@ -195,7 +195,8 @@ def test_all_parts_are_there():
         assert text in page.words, text
     # contributions, within bins, groups; validation, loss, rates, norm, two of pools; rounds; tail;
     # calibration
-    assert page.tags.count("svg") == page.tags.count("figure") == 3 + 6 + 1 + 1 + 1
+    assert page.tags.count("svg") == page.tags.count("figure")
+    assert page.tags.count("figure") == 3 + 6 + 1 + 1 + 1
 
 
 @pytest.mark.parametrize("missing", [f.name for f in dataclasses.fields(ReportInput)])
@@ -382,7 +383,8 @@ def test_calibration_against_a_loop():
     for i, (mean, precision, size) in enumerate(calibration_bins(score, correct)):
         part = pairs[start : start + (16 if i < 7 else 15)]  # 157 in 10 bins
         assert size == len(part)
-        assert precision == pytest.approx(sum(c for _, c in part) / size)
+        expected = sum(c for _, c in part) / size
+        assert precision == pytest.approx(expected)
         assert mean == pytest.approx(sum(s for s, _ in part) / size)
         start += len(part)
     assert start == len(pairs) == 157

@@ -94,7 +94,8 @@ def test_bootstrap_equals_a_slow_loop_for_means_and_ratios(ratio):
         seed=7,
     )
     want = slow_bootstrap(a, b, 200, 7)
-    assert (got.low, got.high) == pytest.approx(tuple(np.percentile(want, [2.5, 97.5])))
+    expected = tuple(np.percentile(want, [2.5, 97.5]))
+    assert (got.low, got.high) == pytest.approx(expected)
     assert got.difference == pytest.approx(
         np.mean([value(r) for r in a]) - np.mean([value(r) for r in b])
     )
@@ -180,7 +181,8 @@ def test_further_seeds_of_the_same_result_prove_nothing_more():
     (once,) = compare({"a": [a], "b": [b]}, "b", num_samples=1000)
     (many,) = compare({"a": [a] * 5, "b": [b] * 5}, "b", num_samples=1000)
     assert many.p_value == pytest.approx(once.p_value, abs=1e-12)
-    assert (many.low, many.high) == pytest.approx((once.low, once.high))
+    expected = (once.low, once.high)
+    assert (many.low, many.high) == pytest.approx(expected)
 
 
 def test_holm_equals_a_slow_reference_and_a_worked_example():
@@ -212,7 +214,8 @@ def test_a_family_is_corrected_and_gets_the_samples_that_it_needs():
         f"s{i}": [scores(base + 0.2 + 0.01 * rng.random(50))] for i in range(12)
     }
     found = compare(runs, "base")
-    np.testing.assert_allclose([c.p_adjusted for c in found], holm([c.p_value for c in found]))
+    expected = holm([c.p_value for c in found])
+    np.testing.assert_allclose([c.p_adjusted for c in found], expected)
     assert all(c.better for c in found), "the smallest p-value, corrected by 12, still counts"
 
 

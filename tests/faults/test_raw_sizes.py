@@ -313,5 +313,6 @@ def test_honest_dictionaries_are_read(tmp_path: Path, limit: int) -> None:
     options = {"row_group_size": 1600, "dictionary_pagesize_limit": limit, "write_batch_size": 100}
     pq.write_table(table, tmp_path / "a.parquet", **options)
     rows = list(read_rows(tmp_path / "a.parquet", ["none", "labels", "text", "n", "missing"]))
-    assert [number for number, _ in rows] == list(range(1, 5001))
+    expected = list(range(1, 5001))
+    assert [number for number, _ in rows] == expected
     assert [row for _, row in rows] == table.to_pylist()

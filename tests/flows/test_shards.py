@@ -346,9 +346,8 @@ def test_stopped_on_the_way(place, tmp_path, number):
             time.sleep(0.002)
         os.kill(process.pid, number)
         code = process.wait(60)
-        assert code == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number], (
-            tmp_path / "log"
-        ).read_text()
+        expected = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
+        assert code == expected, (tmp_path / "log").read_text()
         end = time.monotonic() + 20
         while left := workers_of(tmp_path / "home"):
             assert time.monotonic() < end, left

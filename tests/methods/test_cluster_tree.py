@@ -129,7 +129,8 @@ def test_a_label_tree_is_not_exported(tiny_bert, tiny_params, tmp_path):
     loaded = UniDEC.load(tmp_path / "model")
     assert loaded.settings.levels == []
     assert not {"tree", "label_cluster"} & {name.split(".")[0] for name in loaded.state_dict()}
-    assert np.array_equal(loaded.classifier_table()[0], model.table.weight.numpy())
+    expected = model.table.weight.numpy()
+    assert np.array_equal(loaded.classifier_table()[0], expected)
 
 
 def test_levels_of_a_label_tree_have_targets_of_their_own(make_batches, tiny_dataset):

@@ -145,7 +145,8 @@ def test_exported_it_is_an_ordinary_classifier(tiny_bert, tiny_params, tmp_path,
     assert "gates" not in loaded.state_dict()
     assert ("gates" in model.state_dict()) == gates
     got_LD = torch.from_numpy(loaded.classifier_table()[0])
-    assert torch.equal(got_LD, rows_LD.to(loaded.table.weight.dtype).float())
+    expected = rows_LD.to(loaded.table.weight.dtype).float()
+    assert torch.equal(got_LD, expected)
     assert torch.equal(encode(loaded), encode(model.eval()))
 
 

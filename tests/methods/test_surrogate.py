@@ -38,7 +38,8 @@ def test_labels_of_a_cluster_share_its_row(tiny_bert, tiny_params, tmp_path, bia
     ):
         assert (biases is not None) == bias
         for label, cluster in enumerate([3, 0, 1, 1, 2, 0, 3]):
-            assert np.array_equal(weight[label], model.table.weight[cluster].numpy())
+            expected = model.table.weight[cluster].numpy()
+            assert np.array_equal(weight[label], expected)
             assert biases is None or biases[label] == model.bias.weight[cluster, 0]
 
 

@@ -149,7 +149,8 @@ def test_empty_texts_give_finite_vectors(rng):
     tokens = make_tokens(rng, [0, 4, 0])
     x_BD = encoder(inputs_of(encoder, tokens, np.arange(3)))
     x_BD.sum().backward()
-    assert torch.equal(x_BD[[0, 2]], torch.zeros(2, WIDTH))
+    expected = torch.zeros(2, WIDTH)
+    assert torch.equal(x_BD[[0, 2]], expected)
     assert float(x_BD[1].detach().norm()) == pytest.approx(1, abs=1e-5)
     assert torch.isfinite(encoder.bag.log_weight.used[1].grad).all()
 
@@ -328,7 +329,8 @@ def test_residual_network_starts_as_the_identity(tiny_bert, texts, kind):
     added.load_state_dict(plain.state_dict(), strict=False)
     parts = [("queries", texts, np.arange(40))]
     build = InputBuilder(plain, CPU)
-    assert torch.equal(plain(build(parts)), added(build(parts)))
+    expected = added(build(parts))
+    assert torch.equal(plain(build(parts)), expected)
     added.residual[-1].weight.data.normal_()
     assert not torch.allclose(plain(build(parts)), added(build(parts)))
 

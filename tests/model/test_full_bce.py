@@ -91,9 +91,8 @@ def test_equals_loops(rng):
             x = (query[i] @ row[j] + bias[j, 0]) * scale
             if (i, j) not in ignored:
                 total += -F.logsigmoid(x) if (i, j) in pairs else -F.logsigmoid(-x)
-    torch.testing.assert_close(
-        full_bce(query, row, bias, scale, targets, chunk=6), total / len(rows)
-    )
+    expected = total / len(rows)
+    torch.testing.assert_close(full_bce(query, row, bias, scale, targets, chunk=6), expected)
 
 
 def test_degenerate_cases(rng):

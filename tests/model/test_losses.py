@@ -250,9 +250,8 @@ def test_degenerate_cases_equal_a_double_loop(variant, degenerate, rng):
         # A hinge between equal scores has no unique gradient when it is the hardest of several:
         # values only.
         value = LOSSES[name](case.logit, case.pairs(), **options)
-        torch.testing.assert_close(
-            value, loop_loss(name, options, case.logit, case.positive, case.ignored, case.weight)
-        )
+        expected = loop_loss(name, options, case.logit, case.positive, case.ignored, case.weight)
+        torch.testing.assert_close(value, expected)
         return
     assert_equals_loop(name, options, case)
 
@@ -656,7 +655,8 @@ def test_rare_labels_weigh_as_their_inverse_propensity(rng):
             ),
             logit,
         )
-        assert gradient[0, 0] == pytest.approx(9 * gradient[1, 1].item())
+        expected = 9 * gradient[1, 1].item()
+        assert gradient[0, 0] == pytest.approx(expected)
         assert gradient[1, 1] < 0
 
 

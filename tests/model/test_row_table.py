@@ -59,9 +59,8 @@ def test_bfloat16_rows_come_as_float32(rng, train):
     for rows in (torch.tensor([7, 2]), None):
         leaf = table.gather(rows)
         assert leaf.dtype == torch.float32 and leaf.requires_grad == train
-        assert torch.equal(
-            leaf.detach(), (table.weight if rows is None else table.weight[rows]).float()
-        )
+        expected = (table.weight if rows is None else table.weight[rows]).float()
+        assert torch.equal(leaf.detach(), expected)
         table.forget()
     assert table.numpy().dtype == np.float32
     assert np.array_equal(table.numpy(), values.bfloat16().float().numpy())
@@ -86,7 +85,8 @@ def test_a_part_of_the_rows_is_gathered_by_global_ids(rng, train):
     rows = torch.tensor([21, 10, 15])
     assert torch.equal(table.gather(rows).detach(), values[rows])
     table.forget()
-    assert torch.equal(table.gather(None).detach(), values[10:22])
+    expected = values[10:22]
+    assert torch.equal(table.gather(None).detach(), expected)
     empty = RowTable(ROWS, WIDTH, placement=Placement(first_row=ROWS, num_rows=0))
     shape = empty.gather(torch.zeros(0, dtype=torch.int64)).shape
     assert shape == (0, WIDTH)
@@ -128,7 +128,8 @@ def test_parts_of_a_step_add_up(rng, kind):
         with other.parts(torch.from_numpy(rows)):
             for piece, factor in zip(pieces, factors):
                 part = other.gather(torch.from_numpy(piece))
-                assert torch.equal(part.detach(), other.weight[torch.from_numpy(piece)])
+                expected = other.weight[torch.from_numpy(piece)]
+                assert torch.equal(part.detach(), expected)
                 (part * factor).sum().backward()
         assert torch.allclose(other.used[1].grad, one.used[1].grad, rtol=1e-5, atol=1e-6)
         for optimiser in optimisers:
@@ -367,7 +368,8 @@ def test_rounding_is_the_same_on_a_gpu(rng):
     x = torch.from_numpy(rng.normal(size=(500, 33))).float()
     rows = torch.arange(500)
     ours = round_to_bfloat16(x.cuda(), row_noise(rows.cuda(), 33, "a")).cpu()
-    assert torch.equal(ours, round_to_bfloat16(x, row_noise(rows, 33, "a")))
+    expected = round_to_bfloat16(x, row_noise(rows, 33, "a"))
+    assert torch.equal(ours, expected)
 
 
 @CUDA

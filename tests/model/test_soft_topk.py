@@ -109,7 +109,8 @@ def test_rows_with_k_labels_or_fewer_are_free_and_masks_do_not_count(rng):
     some = x[2:, torch.randperm(9)[:7]]
     masked = x[2:].clone()
     masked[:, :2] = MASKED
-    np.testing.assert_allclose(thresholds(masked, 3), thresholds(x[2:, 2:].clone(), 3), rtol=1e-12)
+    expected = thresholds(x[2:, 2:].clone(), 3)
+    np.testing.assert_allclose(thresholds(masked, 3), expected, rtol=1e-12)
     assert (thresholds(some.clone(), 7) == -MASKED).all()
 
 
@@ -131,7 +132,8 @@ def test_gradient_equals_differences_of_the_bisected_loss(k, rng):
     row, col = torch.from_numpy(positive).nonzero(as_tuple=True)
     loss = soft_topk(logit, Pairs(row, col, torch.ones(len(row)), NONE, NONE), topk=k)
     loss.backward()
-    assert loss.item() == pytest.approx(slow_loss(x, positive, k), rel=1e-9)
+    expected = slow_loss(x, positive, k)
+    assert loss.item() == pytest.approx(expected, rel=1e-9)
     step = 1e-5
     for i, j in np.ndindex(x.shape):
         up = x.copy()

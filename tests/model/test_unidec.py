@@ -119,7 +119,8 @@ def test_written_and_read_back_it_answers_bit_for_bit(
     assert all(value is None or np.isfinite(value).all() for value in ours)
     de, clf, label_de, table, bias = ours
     heads = params.model.heads
-    assert (de is None, label_de is None) == (heads == "clf",) * 2
+    expected = (heads == "clf",) * 2
+    assert (de is None, label_de is None) == expected
     assert (clf is None, table is None) == (heads == "de",) * 2
     assert (bias is None) == (not params.model.clf_bias)
     if de is not None:
@@ -169,7 +170,8 @@ def test_without_projection_a_head_is_the_encoders_vector(tiny_bert, tiny_params
     assert np.array_equal(clf, x_NW)
     length = np.linalg.norm(x_NW, axis=1, keepdims=True)
     assert (np.abs(length - 1) > 0.1).all()
-    np.testing.assert_allclose(de, x_NW / length if normalize else x_NW, rtol=1e-5)
+    expected = x_NW / length if normalize else x_NW
+    np.testing.assert_allclose(de, expected, rtol=1e-5)
     start_table(model, lambda rows: torch.from_numpy(x_NW[rows % len(x_NW)]))
     rows = model.classifier_table()[0]
     # scores begin as cosines

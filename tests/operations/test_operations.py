@@ -92,7 +92,8 @@ def test_changed_data_trains_from_the_champion_and_the_better_model_is_promoted(
     assert aliases["champion"] == aliases["challenger"] != parent, tags
     assert aliases["previous"] == parent, tags
     assert tags["start.kind"] == "warm" and tags["start.version"] == parent
-    assert tags["start.bundle.sha256"] == operated.project.version(parent).tags["bundle.sha256"]
+    expected = operated.project.version(parent).tags["bundle.sha256"]
+    assert tags["start.bundle.sha256"] == expected
     assert operated.project.start()["version"] == parent
     assert operated.server.tasks(run).get("train round 4 of 4") == "COMPLETED", (
         "warm.epochs, not optim.epochs"

@@ -133,7 +133,8 @@ def test_the_bundle_carries_the_profile_of_what_it_serves(work: SimpleNamespace)
     mean = profile["served"]["mean"]
     assert mean == pytest.approx(vectors.mean(axis=0), abs=1e-4)
     assert profile["served"]["score_quantiles"][50] == pytest.approx(np.median(scores), abs=1e-4)
-    assert scores == pytest.approx(bundle.predict_arrays(texts, 1).scores[:, 0], abs=1e-5)
+    expected = bundle.predict_arrays(texts, 1).scores[:, 0]
+    assert scores == pytest.approx(expected, abs=1e-5)
     before = (paths.BUNDLE / "bundle.json").read_bytes()
     pipeline.index(work.params())
     assert (paths.BUNDLE / "bundle.json").read_bytes() == before
@@ -329,9 +330,8 @@ def test_a_labelled_window_is_measured(work: SimpleNamespace, tmp_path: Path) ->
     strange = [["nobody"] if number % 2 else known for number, known in enumerate(right)]
     result = pipeline.monitor(work.params(), window(tmp_path / "w2.parquet", texts, strange))
     assert states(result)["unknown_labels"] == "warning"
-    assert result.metrics["P@1"] == pytest.approx(
-        np.mean([0 if n % 2 else hit for n, hit in enumerate(hits)])
-    )
+    expected = np.mean([0 if n % 2 else hit for n, hit in enumerate(hits)])
+    assert result.metrics["P@1"] == pytest.approx(expected)
 
 
 def test_the_run_of_a_window(

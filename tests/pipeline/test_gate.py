@@ -88,7 +88,8 @@ def test_from_the_first_model_to_one_that_takes_its_place(registry):
     result = pipeline.gate(params)
     assert result.passed, result.reasons
     assert result.champion == first
-    assert result.metrics["challenger"]["P@1"] == pytest.approx(100 * 58 / 60)
+    expected = 100 * 58 / 60
+    assert result.metrics["challenger"]["P@1"] == pytest.approx(expected)
     assert result.metrics["champion"]["P@1"] == pytest.approx(75)
     assert pipeline.promote(params).previous == first
     assert registry.aliases() == {"champion": better, "previous": first, "challenger": better}
@@ -331,7 +332,8 @@ def test_a_refusal_for_uncommitted_changes_ends_with_their_commit(registry, monk
         [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
     ).stdout.strip()
     assert result.passed
-    assert result.reasons[0].words == f"commit {head[:12]}"
+    expected = f"commit {head[:12]}"
+    assert result.reasons[0].words == expected
     assert registry.tags(version)["git.dirty"] == "false"
     assert "git.changed" not in registry.tags(version)
     assert registry.tags(version)["mlflow.source.git.commit"] == head

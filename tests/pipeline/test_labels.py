@@ -169,7 +169,8 @@ def test_an_estimated_row_follows_its_text(params: Params) -> None:
     for name in ("de", "clf"):
         assert two.vectors[name][-1] == pytest.approx(three.vectors[name][-1], abs=1e-5)
         assert abs(two.vectors[name][-1] - one.vectors[name][-1]).max() > 0.01
-    assert two.info.estimated == [(one.num_labels - 1, one.num_labels)]
+    expected = [(one.num_labels - 1, one.num_labels)]
+    assert two.info.estimated == expected
     uid = one.uids[0].as_py()
     change_labels(params, "one", update=[LabelText(uid, "sorts bread by age")], out="four")
     four = Bundle.load("four")

@@ -115,7 +115,8 @@ def test_data_stages(done: SimpleNamespace) -> None:
     )
     for which, size in (("queries", 2500), ("labels", dataset.num_labels)):
         tokens = paths.open_tokens(which)
-        assert len(tokens) == results["tokens"][f"{which}_texts"] == size
+        assert len(tokens) == size
+        assert results["tokens"][f"{which}_texts"] == size
         assert results["tokens"][f"{which}_tokens"] == len(tokens.ids)
         assert tokens.max_length == 16 and tokens.meta["text"] == "title"
     assert (
@@ -213,7 +214,8 @@ def test_bundle_and_index(done: SimpleNamespace) -> None:
         best_NL = np.argsort(-score_NL.round(6), axis=1, kind="stable")
         scored[weight] = ranking.metrics_of(best_NL[:, :100])["nDCG@5"]
     assert scored[results.clf_weight] == max(scored.values())
-    assert results.validation["nDCG@5"] == pytest.approx(max(scored.values()))
+    expected = max(scored.values())
+    assert results.validation["nDCG@5"] == pytest.approx(expected)
     assert not results.calibrated and bundle.info.calibration is None, (
         "too few of the ten best labels are relevant"
     )
@@ -269,13 +271,15 @@ def test_predictions_are_the_bundles_answers_without_filtered_pairs(done: Simple
     for line, row in zip(table[:40], rows[:40], strict=True):
         filtered = dataset.filter_pairs[row].indices.tolist()
         assert not set(filtered) & set(line["labels"])
-        assert len(line["labels"]) == len(set(line["labels"])) == 100
+        assert len(line["labels"]) == 100
+        assert len(set(line["labels"])) == 100
         assert line["scores"] == sorted(line["scores"], reverse=True)
         (answer,) = bundle.predict(
             dataset.query_texts([row]), k=5, exclude=[[uids[label] for label in filtered]]
         )
         same += answer.labels == [uids[label] for label in line["labels"][:5]]
-        np.testing.assert_allclose(answer.scores, line["scores"][:5], rtol=1e-4, atol=1e-5)
+        expected = line["scores"][:5]
+        np.testing.assert_allclose(answer.scores, expected, rtol=1e-4, atol=1e-5)
         hits += line["labels"][0] in dataset.relevance[row].indices
     assert hits > 0 and same > 30  # all but ties
 
@@ -287,7 +291,8 @@ def test_tracking_knows_the_run(done: SimpleNamespace) -> None:
     run = client.get_run(Tracker.resume(done.folder_of_run).run_id)
     assert run.data.params["pool.beta"] == "2"
     assert run.data.params["encoder.name"] == "bert"
-    assert run.data.metrics["test/P_at_1"] == done.results["evaluate"].metrics["P@1"]
+    expected = done.results["evaluate"].metrics["P@1"]
+    assert run.data.metrics["test/P_at_1"] == expected
     steps = [m.step for m in client.get_metric_history(run.info.run_id, "training/loss")]
     assert steps == [0, 10]
     assert len(client.get_metric_history(run.info.run_id, "validation/P_at_1")) == 2
@@ -532,7 +537,8 @@ def test_votes_are_tuned_with_the_classifiers_weight_on_validation(done: SimpleN
     assert info.knn is not None
     assert results.knn_weight == info.knn.weight in KNN_WEIGHTS
     best = max(tried, key=lambda line: line["nDCG@5"])
-    assert best["nDCG@5"] == results.validation["nDCG@5"] == info.metrics["validation"]["nDCG@5"]
+    assert best["nDCG@5"] == results.validation["nDCG@5"]
+    assert results.validation["nDCG@5"] == info.metrics["validation"]["nDCG@5"]
     chosen = {"clf_weight": info.clf_weight, "knn_weight": info.knn.weight}
     assert any(
         line["nDCG@5"] == best["nDCG@5"] and chosen.items() <= line.items() for line in tried
@@ -633,7 +639,8 @@ def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
     bundle = Bundle.load(paths.BUNDLE)
     assert results.fusion and results.calibrated and bundle.info.fusion is not None
     gain = results.validation["nDCG@5"] - blend.validation["nDCG@5"]
-    assert gain == pytest.approx(bundle.info.fusion.gain["nDCG@5"], abs=1e-3)
+    expected = bundle.info.fusion.gain["nDCG@5"]
+    assert gain == pytest.approx(expected, abs=1e-3)
     assert gain > 0
     told = bundle.info.card["fusion"]
     (chosen,) = (row for row in told["by_tail"] if row["tail"] == bundle.info.fusion.tail)
@@ -708,7 +715,8 @@ def test_the_evaluation_tells_what_votes_add(done: SimpleNamespace) -> None:
         assert len(set(line["labels"])) == 100
         exclude = [[uids[label] for label in filtered]]
         (answer,) = bundle.predict(dataset.query_texts([line["query_row"]]), k=5, exclude=exclude)
-        np.testing.assert_allclose(answer.scores, line["scores"][:5], rtol=1e-3, atol=1e-4)
+        expected = line["scores"][:5]
+        np.testing.assert_allclose(answer.scores, expected, rtol=1e-3, atol=1e-4)
     from mlflow import MlflowClient
 
     run = MlflowClient(f"sqlite:///{done.folder}/mlflow.db").get_run(

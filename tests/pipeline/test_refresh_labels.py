@@ -128,7 +128,8 @@ def test_the_labels_of_today(params: Params, project: SimpleNamespace) -> None:
     rows = dataset.rows("train")
     assert after.neighbours is not None
     assert after.neighbours.uids.to_pylist() == dataset.query_uids(rows)
-    assert after.neighbours.labels_ML.nnz == (dataset.relevance[rows] > 0).sum()
+    expected = (dataset.relevance[rows] > 0).sum()
+    assert after.neighbours.labels_ML.nnz == expected
     assert (after.info.knn.weight, after.info.clf_weight) == (
         before.info.knn.weight,
         before.info.clf_weight,

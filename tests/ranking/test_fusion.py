@@ -130,8 +130,9 @@ def test_features_are_those_of_a_loop(fused):
         here = evidence.query_P == query
         assert evidence.label_P[here].tolist() == [row for row in range(12) if row not in left_out]
         for row, features in zip(evidence.label_P[here], evidence.feature_PX[here], strict=True):
+            expected = wanted[int(row)]
             np.testing.assert_allclose(
-                features, wanted[int(row)], rtol=2e-3, atol=2e-4, err_msg=f"{text} {row}"
+                features, expected, rtol=2e-3, atol=2e-4, err_msg=f"{text} {row}"
             )
 
 
@@ -188,9 +189,8 @@ def test_a_bundle_ranks_by_network_and_tail(fused):
             if uid in ("L3", "L5", "L9")
         ]
         assert few.labels == [uid for uid, _ in kept[:2]]
-        np.testing.assert_allclose(
-            few.scores, [score for _, score in kept[:2]], rtol=1e-4, atol=1e-4
-        )
+        expected = [score for _, score in kept[:2]]
+        np.testing.assert_allclose(few.scores, expected, rtol=1e-4, atol=1e-4)
     with pytest.raises(DataError, match="tail"):
         answerer.answer([Request("red car", tail=float("nan"))])
 
@@ -198,9 +198,8 @@ def test_a_bundle_ranks_by_network_and_tail(fused):
 def test_one_head_alone_is_not_fused(fused):
     asked = fused.encode(QUERIES)
     rows = fused.ranker.rank(asked, 12, head="de").rows
-    np.testing.assert_array_equal(
-        rows, np.argsort(-(asked.de_BD @ fused.vectors["de"].T), axis=1, kind="stable")
-    )
+    expected = np.argsort(-(asked.de_BD @ fused.vectors["de"].T), axis=1, kind="stable")
+    np.testing.assert_array_equal(rows, expected)
 
 
 def test_training_beats_the_best_single_feature_on_queries_not_seen(rng, monkeypatch):

@@ -227,9 +227,8 @@ def test_one_query_and_many_at_once_are_answered_alike(rng, kind):
     queries = _clusters(rng, 32)
     index = LabelIndex.build(vectors, kind, rescore=2)
     together = index.search(queries, 10)[1]
-    assert np.array_equal(
-        together, np.concatenate([index.search(queries[i : i + 1], 10)[1] for i in range(32)])
-    )
+    expected = np.concatenate([index.search(queries[i : i + 1], 10)[1] for i in range(32)])
+    assert np.array_equal(together, expected)
 
 
 def test_many_lists(rng, tmp_path):
@@ -245,7 +244,8 @@ def test_many_lists(rng, tmp_path):
     assert recall(index.with_options(probes=num // 4).search(queries, 10)[1], wanted) > 0.85
     index.save(tmp_path / "index.faiss")
     loaded = LabelIndex.load(tmp_path / "index.faiss", 9600, 16, "ivf-pq", index.options, rows)
-    assert np.array_equal(loaded.search(queries, 10)[1], index.search(queries, 10)[1])
+    expected = index.search(queries, 10)[1]
+    assert np.array_equal(loaded.search(queries, 10)[1], expected)
 
 
 def test_labels_in_two_lists_each_as_in_older_bundles(rng, tmp_path):

@@ -133,7 +133,8 @@ def test_no_queries_and_only_opposite_neighbours():
     opposite = Encoded(-np.ones((2, 3), dtype=np.float32), None)
     assert (Voting(neighbours=neighbours, num=2).rank(opposite, 4).rows == -1).all()
     many = dense_votes(neighbours.votes(np.array([[3, 2, 1]], dtype=np.float32), 2))
-    np.testing.assert_allclose(many, [[1, 4 / 9, 0]], rtol=1e-5)
+    expected = [[1, 4 / 9, 0]]
+    np.testing.assert_allclose(many, expected, rtol=1e-5)
 
 
 def test_a_label_of_a_neighbour_is_one_vote_however_relevant(rng):
@@ -325,7 +326,8 @@ def test_the_batch_and_what_is_excluded_do_not_change_a_score(rng, tmp_path):
     less = bundle.predict(["red car"], k=12, exclude=[free.labels[:2]])[0]
     assert less.labels == free.labels[2:]
     assert less.knn_scores == free.knn_scores[2:]
-    np.testing.assert_allclose(less.scores, free.scores[2:], rtol=1e-6)
+    expected = free.scores[2:]
+    np.testing.assert_allclose(less.scores, expected, rtol=1e-6)
     (tmp_path / "in.csv").write_text("query\nred car\nan old house\n")
     predict_file(bundle, tmp_path / "in.csv", tmp_path / "out.jsonl", k=2)
     lines = [

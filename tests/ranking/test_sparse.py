@@ -72,7 +72,8 @@ def test_products_of_sparse_rows(rng, dense, shape):
     got = dense_votes(SparseRows(other).product(left.astype(np.float32)))
     assert got.dtype == np.float32
     assert got.shape == (num_queries, num_columns)
-    np.testing.assert_allclose(got, left.toarray() @ other.toarray(), rtol=1e-5, atol=1e-6)
+    expected = left.toarray() @ other.toarray()
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_entries_of_rows_in_any_order(dense):
@@ -80,5 +81,6 @@ def test_entries_of_rows_in_any_order(dense):
     place, column, value = SparseRows(csr_matrix(dense)).entries(rows)
     for at, row in enumerate(rows):
         here = place == at
-        np.testing.assert_array_equal(column[here], np.flatnonzero(dense[row]))
+        expected = np.flatnonzero(dense[row])
+        np.testing.assert_array_equal(column[here], expected)
         np.testing.assert_array_equal(value[here], dense[row][dense[row] > 0])

@@ -76,7 +76,8 @@ def test_queries_with_the_same_words_and_labels_are_left_out_one_at_a_time(voter
     own = WordScorer(few, VOTING).score(first, np.array([0]))
     wanted = WordScorer(all_but_first, VOTING).score(first)
     pairs = every_pair(1)
-    np.testing.assert_allclose(own.features(*pairs), wanted.features(*pairs), atol=2e-3)
+    expected = wanted.features(*pairs)
+    np.testing.assert_allclose(own.features(*pairs), expected, atol=2e-3)
 
 
 def test_queries_without_words_or_labels_have_no_candidates(voters):
@@ -273,7 +274,8 @@ def test_first_words_are_read_as_if_texts_ended_there(tmp_path, rng, monkeypatch
         whole = scorer.score(both.vectors_MD, left_out, first_words=False).features(
             *every_pair(len(rows))
         )
-        np.testing.assert_array_equal(whole, got[:, : len(WORD_FEATURES)])
+        expected = got[:, : len(WORD_FEATURES)]
+        np.testing.assert_array_equal(whole, expected)
     assert scorer.queries_at_once == WordScorer(alone, VOTING).queries_at_once == 256
     monkeypatch.setattr(fusion, "_BLOCK_SCORES", 60 * len(TITLES))
     # twice as many scores

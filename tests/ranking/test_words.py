@@ -263,7 +263,8 @@ def test_a_bundle_whose_training_queries_are_compared_by_words(rng, tmp_path, he
         for uid, score, vote in zip(got.labels, got.scores, got.knn_scores, strict=True):
             row = UIDS.index(uid)
             assert vote == pytest.approx(votes[row], abs=2e-3)
-            assert score == pytest.approx(heads_score[row] + 0.7 * vote, abs=1e-4)
+            expected = heads_score[row] + 0.7 * vote
+            assert score == pytest.approx(expected, abs=1e-4)
     assert len(found[0].labels) == len(TITLES)
 
 

@@ -187,9 +187,8 @@ def test_every_answer_is_as_the_openapi_says(engine: Engine) -> None:
                     schemas.PredictAnswer, "/predict", what={"queries": [text], "head": one}
                 )
                 scores = [label.score for label in answer.predictions[0].labels]
-                assert scores == pytest.approx(
-                    [getattr(label, one) for label in answer.predictions[0].labels], abs=1e-5
-                )
+                expected = [getattr(label, one) for label in answer.predictions[0].labels]
+                assert scores == pytest.approx(expected, abs=1e-5)
             why = (await server.ask("/explain", {"query": text, "k": 3}, headers=head)).json
             assert why["nearest"]
             pieces = [token["piece"] for token in why["tokens"]]

@@ -214,9 +214,8 @@ def test_bars_show_what_each_part_adds(tab: Any, server: Any) -> None:
             if adds < 0:
                 left += adds
             start, width = bar[name]
-            assert start == pytest.approx(
-                100 * (left if adds < 0 else right) / (high - low), abs=0.01
-            )
+            expected = 100 * (left if adds < 0 else right) / (high - low)
+            assert start == pytest.approx(expected, abs=0.01)
             assert width == pytest.approx(100 * abs(adds) / (high - low), abs=0.01)
             right += max(adds, 0)
 
@@ -240,7 +239,8 @@ def test_where_a_fusion_ranks_the_bars_follow_its_score(tab: Any, server: Any) -
     chances = [1 / (1 + math.exp(-label["score"])) for label in labels]
     for [[kind, width]], chance in zip(bars, chances, strict=True):
         assert kind == "fused"
-        assert width == pytest.approx(100 * chance / chances[0], abs=0.01)
+        expected = 100 * chance / chances[0]
+        assert width == pytest.approx(expected, abs=0.01)
     assert tab.ask(
         "[...document.querySelectorAll('#legend li')].map((one) => one.textContent)"
     ) == ["learnt fusion of all parts"]

@@ -154,7 +154,8 @@ def test_an_answer_is_kept_for_its_request_and_its_model_alone() -> None:
                 "c-0",
                 "a-0",
             ]
-            assert again.json["predictions"][0] == first.json["predictions"][1]
+            expected = first.json["predictions"][1]
+            assert again.json["predictions"][0] == expected
             for more in (
                 {"k": 2},
                 {"deny": ["L1"]},

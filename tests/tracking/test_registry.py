@@ -189,12 +189,13 @@ def test_the_runs_test_metrics_are_the_models_with_its_data_set(
     # models:/<id of the logged model>
     source = client.get_model_version("measured", str(version)).source
     model = client.get_logged_model(source.rpartition("/")[2])
-    assert {
-        (m.key, m.value, m.run_id, m.dataset_name, m.dataset_digest) for m in model.metrics
-    } == {
+    expected = {
         ("test/P_at_1", 41.0, run_id, "tiny", "f" * 36),
         ("test/tail/R_at_10", 7.0, run_id, "tiny", "f" * 36),
     }
+    assert {
+        (m.key, m.value, m.run_id, m.dataset_name, m.dataset_digest) for m in model.metrics
+    } == expected
     experiment = client.get_run(run_id).info.experiment_id
     found = client.search_logged_models(
         [experiment], datasets=[{"dataset_name": "tiny", "dataset_digest": "f" * 36}]

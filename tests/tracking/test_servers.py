@@ -47,12 +47,13 @@ def test_the_services_of_a_team(services):
 
 def test_the_model_is_served_with_a_key_and_only_when_asked_for(services):
     serve = services["serve"]
-    assert {
-        name: services[name]["profiles"] for name in services if "profiles" in services[name]
-    } == {
+    expected = {
         "serve": ["serve"],
         "proxy": ["proxy"],
     }
+    assert {
+        name: services[name]["profiles"] for name in services if "profiles" in services[name]
+    } == expected
     assert (
         "secrets/serve" in serve["command"][-1]
         and "models:/unidec@champion --host 0.0.0.0 --port 8080" in serve["command"][-1]

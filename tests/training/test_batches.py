@@ -141,7 +141,8 @@ def test_texts_come_in_chunks_where_gradients_are_cached(make_batches, tiny_toke
     batches = make_batches(**{"optim.encode_chunk": 4})
     batch = batches.prepare(batches.rows[:9], 0, 0, None)
     assert isinstance(batch.texts, TextChunks)
-    assert batch.texts.num_texts == batch.counts.texts == 9 + len(batch.pool.pool_S)
+    assert batch.texts.num_texts == batch.counts.texts
+    assert batch.counts.texts == 9 + len(batch.pool.pool_S)
     assert max(len(places) for places, _ in batch.texts.chunks) == 4
 
 

@@ -149,7 +149,8 @@ def test_views_of_one_tensor_are_written_whole(tmp_path):
     save(tmp_path, Checkpoint({"epoch": 1, "step": 4}, {"t": whole.T, "s": whole[:, 1]}, rows))
     loaded, _ = load_checkpoint(tmp_path)
     assert torch.equal(loaded.dense["t"], whole.T)
-    assert torch.equal(loaded.dense["s"], whole[:, 1])
+    expected = whole[:, 1]
+    assert torch.equal(loaded.dense["s"], expected)
     assert torch.equal(loaded.rows["t"].tensors["weight"], whole[:, 1:3])
 
 
@@ -420,7 +421,8 @@ def test_a_rank_reads_its_rows_from_one_file(tmp_path):
     assert part.first_row == 4
     assert part.num_rows == 11
     assert part.held == 5
-    assert torch.equal(part.tensors["second"], make(9).rows["table"].tensors["second"][4:9])
+    expected = make(9).rows["table"].tensors["second"][4:9]
+    assert torch.equal(part.tensors["second"], expected)
     assert loaded.rows["bias"].held == 11
 
 

@@ -263,7 +263,8 @@ def test_chunks_of_all_labels_follow_those_of_the_queries(open_trainer):
         ]
         ours = batch.texts
         theirs = cut_texts(parts, batches.build, 6, trainer.device)
-        assert ours.num_texts == theirs.num_texts == len(rows) + trainer.dataset.num_labels
+        assert ours.num_texts == theirs.num_texts
+        assert theirs.num_texts == len(rows) + trainer.dataset.num_labels
         assert torch.equal(ours.unique_U, theirs.unique_U)
         for (places, one), (other_places, other) in zip(ours.chunks, theirs.chunks, strict=True):
             assert torch.equal(places, other_places)

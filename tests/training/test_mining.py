@@ -104,7 +104,8 @@ def test_in_bfloat16_nearly_the_same_labels_are_found(rng):
     assert np.mean(same) > 0.9
     assert not np.array_equal(half, whole)
     assert not (case.positive | case.filtered)[case.rows[:, None], half[case.rows]].any()
-    assert report["positives_found"] == pytest.approx(case.mine(20)[1]["positives_found"], abs=0.02)
+    expected = case.mine(20)[1]["positives_found"]
+    assert report["positives_found"] == pytest.approx(expected, abs=0.02)
 
 
 def test_no_queries(rng):
@@ -147,7 +148,8 @@ def test_the_recall_of_an_approximate_search_is_reported(rng):
     exact, _ = case.mine(wanted)
     found, report = case.mine(wanted, mining="faiss")
     hits = [len(set(found[row]) & set(exact[row])) for row in case.rows]
-    assert report["recall"] == pytest.approx(sum(hits) / (30 * wanted))
+    expected = sum(hits) / (30 * wanted)
+    assert report["recall"] == pytest.approx(expected)
     assert 0.2 < report["recall"] <= 1
     for row in case.rows:
         assert not (case.positive | case.filtered)[row, found[row]].any()

@@ -27,7 +27,8 @@ def assert_same(ours, theirs):
     assert one.keys() == other.keys()
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
     assert history(ours) == history(theirs)
-    assert len(history(ours)) == ours.at.step == theirs.at.step
+    assert len(history(ours)) == theirs.at.step
+    assert ours.at.step == theirs.at.step
 
 
 class Killed(BaseException):

@@ -60,7 +60,8 @@ def test_what_bfloat16_holds_stays():
     exact = [0.0, -0.0, 1.0, -1.5, 3.0e38, 2.0**-126, 1e-40, math.inf, -math.inf, 0.0078125]
     values = torch.tensor(exact).bfloat16().float().tolist()
     result = rounded(values, 500)
-    assert torch.equal(result, torch.tensor(values).bfloat16().expand(500, -1))
+    expected = torch.tensor(values).bfloat16().expand(500, -1)
+    assert torch.equal(result, expected)
     assert bool((torch.signbit(result[:, 1])).all())
 
 

@@ -366,9 +366,8 @@ def test_one_late_use_moves_a_row_a_tenth_as_far_as_dense_adam(gap):
     first = 0.1 / math.sqrt(0.001)
     assert -float(table.weight) == pytest.approx(first, rel=1e-4)
     ratio = 0.9 / math.sqrt(0.999)
-    assert -float(weight.detach()) == pytest.approx(
-        first * (1 - ratio**gap) / (1 - ratio), rel=1e-4
-    )
+    expected = first * (1 - ratio**gap) / (1 - ratio)
+    assert -float(weight.detach()) == pytest.approx(expected, rel=1e-4)
     assert first / (1 - ratio) == pytest.approx(31.8, abs=0.1)
 
 
@@ -451,4 +450,5 @@ def test_parts_of_a_table_train_as_the_whole(rng, kind):
             own = None if rows is None else rows[(rows >= first) & (rows < last)]
             table.gather(own).grad = grad[first:last].clone() if own is None else grad[own].clone()
             optimiser.step(step + 1, 1.0)
-    assert torch.equal(whole.weight, torch.cat([half.weight for half in halves]))
+    expected = torch.cat([half.weight for half in halves])
+    assert torch.equal(whole.weight, expected)

@@ -224,7 +224,8 @@ def test_a_residual_classifier_is_whole_wherever_it_is_looked_at(open_trainer, t
     free_LD = trainer.model.table.weight
     assert free_LD.any()
     rows_LD = trainer.classifier()[0]
-    np.testing.assert_allclose(rows_LD, (text_LD + free_LD).numpy(), rtol=1e-4, atol=1e-6)
+    expected = (text_LD + free_LD).numpy()
+    np.testing.assert_allclose(rows_LD, expected, rtol=1e-4, atol=1e-6)
     loaded = UniDEC.load(export(trainer, tmp_path / "exported"))
     assert np.array_equal(loaded.classifier_table()[0], rows_LD)
     only = open_trainer("clf", **{"model.clf_residual": True, "model.heads": "clf"})

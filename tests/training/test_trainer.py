@@ -274,8 +274,9 @@ def test_logged_figures_are_those_of_the_batch(open_trainer):
     assert figures["pool_size"] == len(batch.pool.pool_S)
     assert figures["positives_per_query"] == pytest.approx(positives / 9)
     quarter = 1 / trainer.optimisers.warmup
+    expected = (0.02 * quarter, 0.03 * quarter, 0.04 * quarter)
     assert (figures["lr_clf"], figures["lr_heads"], figures["lr_encoder"]) == pytest.approx(
-        (0.02 * quarter, 0.03 * quarter, 0.04 * quarter)
+        expected
     )
     assert figures["texts_per_s"] > 0
     assert figures["tokens_per_s"] > figures["texts_per_s"]

@@ -203,7 +203,8 @@ def test_rows_go_to_the_labels_they_are_of(
         )
         np.testing.assert_allclose(ours, expected_LD[mine].numpy(), **tolerance)
         if not settings.get("clf_residual"):  # bit for bit
-            assert np.array_equal(ours[kept], expected_LD[mine].numpy()[kept])
+            expected = expected_LD[mine].numpy()[kept]
+            assert np.array_equal(ours[kept], expected)
         if settings.get("clf_bias"):
             np.testing.assert_allclose(our_bias, expected_L[mine].numpy(), rtol=1e-4)
             assert np.array_equal(our_bias[kept], expected_L[mine].numpy()[kept])

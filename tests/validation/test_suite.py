@@ -158,7 +158,8 @@ def test_distributions_and_duplicates_against_loops(
     ]
     found = shown(characters, 1)
     assert sum(found.values()) == pytest.approx(100, abs=0.1)
-    assert found["Cyrillic"] == pytest.approx(600 / len(titles), rel=1e-3)
+    expected = 600 / len(titles)
+    assert found["Cyrillic"] == pytest.approx(expected, rel=1e-3)
     assert found["Latin"] == pytest.approx(
         100 * sum(c.isascii() and c.isalpha() for c in titles) / len(titles), rel=1e-3
     )
