@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -27,8 +28,7 @@ import gpu_products
 import gpu_training
 import torch
 from gpu_bench import SIZES, Bench, Figure, clean_up
-from measure import machine
-from scale import table, work_folder
+from measure import machine, table
 
 from unidec.data.storage import write_bytes_atomic, write_json
 from unidec.training.precision import choose_device
@@ -147,15 +147,12 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
     parser.add_argument("--form", choices=list(SIZES), help="sizes (card with a GPU, else cpu)")
-    parser.add_argument(
-        "--work", type=Path, help="folder for the data, kept for the next time (a temporary one)"
-    )
     options = parser.parse_args(words)
     until = time.monotonic() + 60 * options.minutes
     device = choose_device(options.device)
     form = options.form or ("card" if device.type == "cuda" else "cpu")
-    with work_folder(options.work) as folder:
-        bench = Bench(device, SIZES[form], folder, until)
+    with tempfile.TemporaryDirectory(prefix="unidec-gpu-") as folder:
+        bench = Bench(device, SIZES[form], Path(folder), until)
         torch.manual_seed(0)
         code = run_sections(
             bench, [name for name in SECTIONS if not options.only or name in options.only]

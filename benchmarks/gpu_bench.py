@@ -1,5 +1,5 @@
 """What the sections of `gpu.py` share: sizes, figures with their origin, clocks, and trainers on
-synthetic data.
+synthetic data, whose tokens may exist only when they are asked for.
 
 Everything takes the device as a value; what only CUDA has is behind the functions at the head of
 this file."""
@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from scale_step import open_data
-from synthetic import write_encoder
+from scipy.sparse import csr_matrix
+from synthetic import HashedTokens, Synthetic, Words, write_dataset, write_encoder, write_tokens
 
 from unidec.config import Params, load_params
 from unidec.data.dataset import XMCDataset
@@ -29,6 +29,7 @@ from unidec.model.sources import resolve_encoder
 from unidec.training.round_refresh import Refresh
 from unidec.training.trainer import Trainer, TrainingData
 
+MAX_LENGTH = 32  # tokens of a text
 MINILM = "all-MiniLM-L6-v2"  # its tokenizer comes with extra `minilm`; no weights of it are used
 
 # -- the device
@@ -171,6 +172,68 @@ class Figure:
     ok: bool | None = None
 
 
+# -- data and trainers of any size
+# --------------------------------------------------------------------------------------------------
+
+NEGATIVES = 30  # eta x T
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A training whose memory is measured: of LF-AmazonTitles-1.3M as UniDEC trains it, unless said
+    otherwise.
+    """
+
+    labels: int = 1_305_265
+    train: int = 140_544
+    batch: int = 1098
+    pool: int = 3000
+    dim: int = 256
+    hidden: int = 768
+    layers: int = 6
+    max_length: int = 32
+    dtype: str = "fp32"
+    state: str = "adam"
+    recompute: bool = False
+
+
+class VirtualDataset(XMCDataset):
+    """What a trainer asks of a data set, without texts on disk: for more labels than a disk should
+    hold.
+    """
+
+    def __init__(self, data: Synthetic, folder: Path) -> None:
+        self.path = folder
+        self.name = f"synthetic-{data.num_labels}"
+        self.manifest = {"meta": {"name": self.name, "num_labels": data.num_labels}, "files": {}}
+        self.sha256 = f"{data.num_train}-{data.num_labels}-{data.seed}"
+        self.num_queries = data.num_queries
+        self.num_labels = data.num_labels
+        self.split_N = np.repeat(np.array([0, 2], np.uint8), [data.num_train, data.num_test])
+        labels, offsets = data.positives(np.arange(data.num_queries))
+        shape = (data.num_queries, data.num_labels)
+        self.relevance = csr_matrix((np.ones(len(labels), np.float32), labels, offsets), shape)
+        self.filter_pairs = csr_matrix(shape, dtype=bool)
+
+    def query_uids(self, rows: Any = None) -> list[str]:
+        return [str(row) for row in rows]
+
+
+def stored_data(train: int, labels: int, folder: Path) -> tuple[XMCDataset, TokenCache, TokenCache]:
+    """Synthetic data and their tokens in a folder."""
+    data = Synthetic(Words(), train, max(1, train // 20), labels)
+    caches = []
+    write_dataset(data, folder / "dataset")
+    for which in ("queries", "labels"):
+        write_tokens(data, folder / which, which, resolve_encoder(MINILM), MAX_LENGTH)
+        caches.append(TokenCache.open(folder / which, verify=False))
+    return XMCDataset.open(folder / "dataset", verify=False), caches[0], caches[1]
+
+
+# -- what a section is given
+# --------------------------------------------------------------------------------------------------
+
+
 @dataclass
 class Bench:
     """What a section is given.
@@ -260,7 +323,7 @@ class Bench:
             {
                 "device": self.device.type,
                 "encoder.name": str(self.encoder(sizes.hidden, sizes.layers)),
-                "tokens.max_length": 32,
+                "tokens.max_length": MAX_LENGTH,
                 "pool.batch_size": sizes.batch,
                 "pool.size": sizes.pool,
                 "model.dim": sizes.dim,
@@ -271,10 +334,9 @@ class Bench:
     def data(self, train: int, labels: int) -> tuple[XMCDataset, TokenCache, TokenCache]:
         """Synthetic data and their tokens, made once."""
         if (train, labels) not in self._data:
-            size = {"train": train, "labels": labels, "max_length": 32, "virtual": False}
             folder = self.folder / f"data-{train}-{labels}"
-            folder.mkdir(exist_ok=True)
-            self._data[train, labels] = open_data(size, folder, resolve_encoder(MINILM))
+            folder.mkdir()
+            self._data[train, labels] = stored_data(train, labels, folder)
         return self._data[train, labels]
 
     def trainer(self, params: Params, train: int = 0, labels: int = 0) -> Trainer:
@@ -284,6 +346,44 @@ class Bench:
         trainer = Trainer(params.training, data, run, run / "cache")
         trainer.model.train()
         return trainer
+
+
+def open_cell(bench: Bench, cell: Cell, run: Path) -> Trainer:
+    """A new run of a cell, whose data are made when they are asked for: its clusters are random and
+    its hard negatives uniform, so that two thirds of a pool's rows lie anywhere in the table.
+    """
+    data = Synthetic(Words(), cell.train, cell.train // 20 + 1, cell.labels)
+    tokenizer = resolve_encoder(MINILM)
+    tokens = [
+        HashedTokens(data, which, tokenizer, cell.max_length, run / which)
+        for which in ("queries", "labels")
+    ]
+    file = run / "params.yaml"
+    file.write_text("recipe: null\n", encoding="utf-8")
+    values = {
+        "device": bench.device.type,
+        "tokens.max_length": cell.max_length,
+        "encoder.name": str(bench.encoder(cell.hidden, cell.layers)),
+        "encoder.kind": "transformer",
+        "encoder.trainable_layers": -1,
+        "model.dim": cell.dim,
+        "model.clf_init": "xavier",
+        "model.clf_dtype": cell.dtype,
+        "optim.clf_state": cell.state,
+        "optim.epochs": 1000,
+        "run.recompute": cell.recompute,
+        "pool.batches": "random",
+        "pool.batch_size": cell.batch,
+        "pool.size": cell.pool,
+    }
+    dataset = VirtualDataset(data, run)
+    inputs = TrainingData(dataset, *tokens)  # type: ignore[arg-type]
+    trainer = Trainer(load_params(file, values).training, inputs, run, run / "cache")
+    shape = (dataset.num_queries, NEGATIVES)
+    negatives = np.random.default_rng(0).integers(0, cell.labels, shape, dtype=np.int32)
+    trainer.made = Refresh(negatives=negatives)
+    trainer.model.train()
+    return trainer
 
 
 def uniform(trainer: Trainer) -> Refresh:

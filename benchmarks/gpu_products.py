@@ -8,10 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scale_step
 import torch
 import torch.nn.functional as F
-from gpu_bench import Bench, free_bytes, peak_bytes, seconds, start_peak, train, uniform
+from gpu_bench import (
+    Bench,
+    Cell,
+    free_bytes,
+    open_cell,
+    peak_bytes,
+    seconds,
+    start_peak,
+    train,
+    uniform,
+)
 from measure import Memory
 from scipy.sparse import csr_matrix
 from torch import Tensor
@@ -81,31 +90,18 @@ CASES: dict[str, tuple[dict[str, Any], Sizes, int]] = {
         for state in ("adagrad", "sgd", "adam")
     },
 }
-PAPERS = {
-    "labels": 1_305_265,
-    "train": 1_000_000,
-    "batch": 1098,
-    "pool": 3000,
-    "dim": 256,
-    "kind": "transformer",
-    "hidden": 768,
-    "layers": 6,
-    "max_length": 32,
-}
-MEASURED = {  # as sizes of `scale_step.py`
-    "papers-1.3M": PAPERS,
-    "papers-1.3M-recompute": PAPERS | {"recompute": True},
-    "rows-450M": PAPERS
-    | {
-        "labels": 450_000_000,
-        "batch": 2048,
-        "pool": 4000,
-        "dim": 64,
-        "max_length": 12,
-        "dtype": "bf16",
-        "state": "adagrad",
-        "virtual": True,
-    },
+MEASURED = {
+    "papers-1.3M": Cell(),
+    "papers-1.3M-recompute": Cell(recompute=True),
+    "rows-450M": Cell(
+        labels=450_000_000,
+        batch=2048,
+        pool=4000,
+        dim=64,
+        max_length=12,
+        dtype="bf16",
+        state="adagrad",
+    ),
 }
 
 # -- memory
@@ -156,14 +152,13 @@ def _planned(case: str) -> Plan:
     )
 
 
-def _measure_cell(bench: Bench, cell: str, planned: int, most: float | None) -> None:
+def _measure_cell(bench: Bench, name: str, planned: int, most: float | None) -> None:
     """The peak of some steps of a cell of `MEASURED`, where the card and the time allow it."""
-    size = scale_step.SIZE | MEASURED[cell] | {"train": 140_544}
+    cell = MEASURED[name]
     what = (
-        f"{size['labels']} labels, {size['batch']} queries, pool of {size['pool']}, "
-        f"{size['max_length']} tokens"
+        f"{cell.labels} labels, {cell.batch} queries, pool of {cell.pool}, {cell.max_length} tokens"
     )
-    large = size["labels"] > MOST_TEXTS
+    large = cell.labels > MOST_TEXTS
     missing = planned > (1 - MARGIN) * free_bytes(bench.device)
     if missing or (large and bench.left < LARGEST_SECONDS):
         why = (
@@ -173,27 +168,21 @@ def _measure_cell(bench: Bench, cell: str, planned: int, most: float | None) -> 
         )
         bench.add("a training step's peak", "not measured", "", what, origin=why)
         return
-    bench.add("a training step's peak", peak_of_steps(bench, size) / 1e9, "GB", what, most=most)
+    bench.add("a training step's peak", peak_of_steps(bench, cell) / 1e9, "GB", what, most=most)
 
 
-def peak_of_steps(bench: Bench, size: dict[str, Any]) -> int:
-    """Most bytes of the device that 12 steps of a size of `scale_step.py` hold, from the model's
-    creation on. Every text has the greatest length (of more than `MOST_TEXTS` labels they are as
-    they come).
+def peak_of_steps(bench: Bench, cell: Cell) -> int:
+    """Most bytes of the device that 12 steps of a cell hold, from the model's creation on. Every
+    text has the greatest length (of more than `MOST_TEXTS` labels they are as they come).
     """
     with tempfile.TemporaryDirectory(dir=bench.folder) as folder:
-        run = Path(folder) / "run"
-        data = Path(folder) / "data"
-        run.mkdir()
-        data.mkdir()
         start_peak(bench.device)
-        trainer = scale_step.open_trainer(
-            size | {"device": bench.device.type, "virtual": True}, data, run
-        )
-        if size["labels"] <= MOST_TEXTS:
+        trainer = open_cell(bench, cell, Path(folder))
+        if cell.labels <= MOST_TEXTS:
             for which, cache in trainer.batches.texts.tokens.items():
                 trainer.batches.texts.tokens[which] = _longest_texts(cache)
-        scale_step.Steps(trainer).run(12)
+        rows = trainer.made.batches(trainer.rows, trainer.batch_size, 0, 0)
+        train(trainer, (trainer.prepare(rows[n % len(rows)], n) for n in range(12)))
         return peak_bytes(bench.device)
 
 

@@ -1,4 +1,4 @@
-"""How much memory a process takes (Linux), and where a benchmark ran."""
+"""How much memory a process takes (Linux), where a benchmark ran, and its table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Memory:
     """
 
     def __enter__(self) -> Self:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
         self.begin = status()
         self.anonymous = self.begin["RssAnon"]
         self._stop = threading.Event()
@@ -75,3 +75,9 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
     }
+
+
+def table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+    """A Markdown table."""
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(str(value) for value in line) + " |" for line in lines)

@@ -1,5 +1,5 @@
-"""What `unidec serve` does over HTTP on this machine: latency, throughput, overload, start, hostile
-requests.
+"""What `unidec serve` does over HTTP on this machine: latency, throughput, overload and
+start.
 
     # all of it, some six minutes
     python benchmarks/serving.py --bundle outputs/bundle --name minilm
@@ -8,11 +8,10 @@ requests.
 
 Starts servers of its own on loopback and ends them; queries are the test split's titles of
 `--dataset`, then those with their words in another order, so that none comes twice: a run in which
-the server's cache answered is refused. What each mode measures stands at its function;
+the server's cache answered is refused. Each mode's function says what it measures;
 `results/serving-<name>.json` has every figure, with the machine's load.
 
-Ratios (batches against one at a time, beside hostile requests against alone) are taken in turns
-within one run."""
+Batches and one query at a time are measured in turns within one run."""
 
 from __future__ import annotations
 
@@ -27,7 +26,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hostile import started
 from http_load import (
     Connection,
     Measured,
@@ -43,12 +41,10 @@ from http_load import (
 from measure import MIB, machine
 from served import Served
 
-from unidec.config import Serve
 from unidec.data.storage import write_json
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-MODES = ("start", "latency", "throughput", "open", "overload", "hostile")
 ONE_AT_A_TIME = ("serve.batch_queries=1",)
 HITS = "unidec_cache_hits_total"
 SIZES = "unidec_batch_queries"
@@ -299,76 +295,12 @@ def measure_overload(options: argparse.Namespace, queries: Queries) -> dict[str,
         return facts
 
 
-def measure_hostile(options: argparse.Namespace, queries: Queries) -> dict[str, Any]:
-    """10,000 hostile requests, 100 a second, from a process of their own; valid ones beside them
-    and alone, 40 a second (less where that is more than a third of what one client gets), in turns;
-    memory before and after (fault 21), from a full cache of answers on: filling it is what valid
-    requests do.
-
-    Requests of 256 queries, which are fair, are not among them: they would keep the model busy.
-    """
-    turns = options.hostile_turns
-    each = 1000
-    rate = 100
-    with Served(options.bundle, *options.set) as served:
-        queries.warm(served, options.clients)
-        ready = served.memory()["VmRSS"]
-        run(closed_loop(served.port, queries, options.clients, count=Serve().cache_queries))
-        # what fair use takes; on a slow machine some are refused
-        large = iter([queries.of(100) for _ in range(20)])
-        run(closed_loop(served.port, large, 2))
-        valid = min(
-            40.0, run(closed_loop(served.port, queries, 1, seconds=options.seconds)).rate / 3
-        )
-        memory = served.memory()["VmRSS"]
-        quiet = len(served.log)
-        parts: dict[str, list[float]] = {"alone": [], "beside": []}
-        reports = []
-        statuses = set()
-        for turn in range(turns):
-            for part in ("alone", "beside") if turn % 2 == 0 else ("beside", "alone"):
-                attack = (
-                    started(served.port, count=each, rate=rate, seed=turn)
-                    if part == "beside"
-                    else None
-                )
-                measured = run(open_loop(served.port, queries, valid, each / rate, seed=turn))
-                statuses |= set(measured.statuses)
-                parts[part] += measured.latencies_ms
-                if attack is not None:
-                    reports.append(json.loads(attack.communicate(timeout=120)[0].splitlines()[-1]))
-            print(f"hostile {turn + 1}/{turns}: {reports[-1]['num_faults']} faults", flush=True)
-        after = served.memory()["VmRSS"]
-        found = {part: percentiles(values) for part, values in parts.items()}
-        facts = {
-            "requests": sum(report["requests"] for report in reports),
-            "valid_a_second": valid,
-            "p99_ratio": found["beside"]["p99"] / found["alone"]["p99"],
-            "faults": [one for r in reports for one in r["faults"]],
-            "statuses": _summed(report["statuses"] for report in reports),
-            "valid_statuses": sorted(statuses),
-            "slowest_ms": max(ms for report in reports for ms in report["slowest_ms"].values()),
-            **found,
-            "memory_mib": [round(size / MIB, 1) for size in (ready, memory, after)],
-            "growth": after / memory - 1,
-            "growth_from_ready": after / ready - 1,
-            "log_bytes": len(served.log) - quiet,
-        }
-    print(
-        f"hostile: {facts['requests']} requests, {len(facts['faults'])} faults, memory "
-        f"{facts['growth']:+.2%}, p99 "
-        f"{found['alone']['p99']:.1f} -> {found['beside']['p99']:.1f} ms ({facts['p99_ratio']:.2f})"
-    )
-    return facts
-
-
 MEASURES: dict[str, Callable[[argparse.Namespace, Queries], dict[str, Any]]] = {
     "start": measure_start,
     "latency": measure_latency,
     "throughput": measure_throughput,
     "open": measure_open,
     "overload": measure_overload,
-    "hostile": measure_hostile,
 }
 
 
@@ -381,14 +313,6 @@ def _all(servers: Any) -> Any:
     for served in servers:
         stack.enter_context(served)
     return stack
-
-
-def _summed(counts: Any) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for one in counts:
-        for status, count in one.items():
-            found[status] = found.get(status, 0) + count
-    return found
 
 
 def same_answers(servers: dict[str, Served], requests: list[bytes]) -> None:
@@ -430,7 +354,7 @@ def main() -> None:
     parser.add_argument("--bundle", default="outputs/bundle", help="folder or models:/name@alias")
     parser.add_argument("--name", default="default", help="of the result file")
     parser.add_argument(
-        "--modes", default="start,latency,throughput,open,overload", help=", ".join(MODES)
+        "--modes", default=",".join(MEASURES), help="some of these, with commas between"
     )
     parser.add_argument(
         "--dataset", type=Path, default=Path("data/dataset"), help="whose titles are asked"
@@ -448,10 +372,9 @@ def main() -> None:
         "--naive", action="store_true", help="throughput: also torch, one at a time"
     )
     parser.add_argument("--k", type=int, default=5)
-    parser.add_argument("--hostile-turns", type=int, default=10, help="hostile: of 1,000 requests")
     options = parser.parse_args()
     modes = options.modes.split(",")
-    if unknown := set(modes) - set(MODES):
+    if unknown := set(modes) - set(MEASURES):
         parser.error(f"no such mode: {', '.join(sorted(unknown))}")
     path = RESULTS / f"serving-{options.name}.json"
     results = json.loads(path.read_text()) if path.is_file() else {}

@@ -89,7 +89,7 @@ class Stopwatch:
 
 
 class Cuts:
-    """Places where a graph is cut: what goes on is a leaf, whose gradient is carried on by
+    """Places where a graph is cut: what continues is a leaf, whose gradient is passed back by
     `backward`.
     """
 

@@ -46,13 +46,25 @@ def data(tiny_raw: Any, tiny_bert: Path) -> SimpleNamespace:
 @pytest.fixture(scope="module")
 def model(data: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> unidec.Model:
     folder = tmp_path_factory.mktemp("fit")
-    return unidec.fit(data.queries, data.labels, data.pairs, params=data.params, folder=folder)
+    return unidec.fit(
+        data.queries,
+        data.labels,
+        data.pairs,
+        params=data.params,
+        folder=folder,
+    )
+
+
+def best_label(model, query):
+    return model.predict([query], 1)[0][0]
 
 
 def test_fit_and_predict(model, data):
     (found,) = model.predict([data.queries[0]], k=3)
-    assert len(found) == 3 and all(isinstance(label, unidec.Label) for label in found)
-    assert found[0].text == data.labels[int(found[0].uid)]
+    assert len(found) == 3
+    assert all(isinstance(label, unidec.Label) for label in found)
+    expected = data.labels[int(found[0].uid)]
+    assert found[0].text == expected
     assert [label.score for label in found] == sorted(
         (label.score for label in found), reverse=True
     )
@@ -60,7 +72,8 @@ def test_fit_and_predict(model, data):
     hits = sum(str(label) == first[row] for row, label in data.pairs)
     assert hits > len(data.queries) // 4  # 40 labels: chance is one in 40
     only = model.predict([data.queries[0]], k=3, allow=[found[1].uid, found[2].uid])[0]
-    assert {label.uid for label in only} == {found[1].uid, found[2].uid}
+    uids = {label.uid for label in only}
+    assert uids == {found[1].uid, found[2].uid}
     assert found[0].uid not in {
         label.uid for label in model.predict([data.queries[0]], k=3, deny=[found[0].uid])[0]
     }
@@ -82,8 +95,10 @@ def test_metrics_are_those_of_the_predictions(model, data):
         for row, labels in zip(rows, found, strict=True)
     ]
     assert got["P@1"] == pytest.approx(100 * np.mean([hit[0] for hit in hits]))
-    assert got["P@5"] == pytest.approx(100 * np.mean(hits))
-    assert {"P@5", "nDCG@5", "R@100", "MRR"} <= got.keys() and not any("/" in name for name in got)
+    expected = 100 * np.mean(hits)
+    assert got["P@5"] == pytest.approx(expected)
+    assert {"P@5", "nDCG@5", "R@100", "MRR"} <= got.keys()
+    assert not any("/" in name for name in got)
     assert ("PSP@5" in got) == (model._answerer.bundle.neighbours is not None)
     with pytest.raises(DataError, match="no query has a label"):
         model.evaluate(["text"], [])
@@ -130,12 +145,18 @@ def test_data_that_cannot_be_trained_on_is_named():
 )
 def test_errors_in_python_speak_of_arguments_not_of_options(options, words, tmp_path):
     with pytest.raises(ConfigError) as error:
-        unidec.fit(["a text"], ["a label"], [(0, 0)], folder=tmp_path / "work", **options)
+        unidec.fit(
+            ["a text"],
+            ["a label"],
+            [(0, 0)],
+            folder=tmp_path / "work",
+            **options,
+        )
     said = str(error.value)
     assert all(word in said for word in words), said
-    assert (
-        "--" not in said and "params.yaml" not in said and "(" not in said.partition("expected")[0]
-    )
+    assert "--" not in said
+    assert "params.yaml" not in said
+    assert "(" not in said.partition("expected")[0]
 
 
 def test_a_runtime_that_does_not_exist(model, tmp_path):
@@ -157,7 +178,12 @@ def test_importing_unidec_imports_nothing_heavy():
         "import sys, unidec; print(*(n for n in ('numpy', 'torch', 'sklearn', 'pydantic') if n "
         "in sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.split() == []
     assert all(getattr(unidec, name) is not None for name in unidec.__all__)
     with pytest.raises(AttributeError, match="nothing_like_this"):
@@ -186,7 +212,8 @@ def test_the_estimator(data, tmp_path):
     # calibration keeps the order
     assert (np.argsort(scores[0].data) == np.argsort(likely[0].data)).all()
     chosen = estimator.predict(data.queries)
-    assert set(np.unique(chosen.data)) <= {1} and (likely.toarray()[chosen.nonzero()] >= 0.5).all()
+    assert set(np.unique(chosen.data)) <= {1}
+    assert (likely.toarray()[chosen.nonzero()] >= 0.5).all()
 
 
 def test_each_documented_name_has_an_example_that_runs(model, data, tmp_path, monkeypatch):
@@ -334,7 +361,7 @@ def test_a_relative_folder_is_that_of_the_working_folder(data, tmp_path, monkeyp
 
 
 def test_models_and_estimators_are_pickled_whole(model, data, tmp_path):
-    joblib.dump((model, model.predict(data.queries[:1], 1)[0][0]), tmp_path / "model")
+    joblib.dump((model, best_label(model, data.queries[0])), tmp_path / "model")
     again, label = joblib.load(tmp_path / "model")
     assert again.predict(data.queries, 3) == model.predict(data.queries, 3)
     assert (
@@ -345,7 +372,8 @@ def test_models_and_estimators_are_pickled_whole(model, data, tmp_path):
     folder = again.folder
     again.close()
     assert not folder.exists()
-    assert (label, label.probability) == (model.predict(data.queries[:1], 1)[0][0], None)
+    assert label == best_label(model, data.queries[0])
+    assert label.probability is None
     estimator = unidec.UniDECClassifier(k=5, params=data.params | SMALL)
     estimator.fit(data.queries, data.relevance, data.labels)
     joblib.dump(estimator, tmp_path / "estimator")
@@ -365,15 +393,14 @@ def test_labels_have_the_probabilities_of_the_server(model, data):
         update={"calibration": Calibration(scores=[0, 1], probabilities=[0.2, 0.6])}
     )
     try:
-        label = model.predict(data.queries[:1], 1)[0][0]
+        label = best_label(model, data.queries[0])
         (answer,) = answerer.answer([Request(data.queries[0], 1)])
-        assert (
-            label.probability
-            == answer.probabilities[0]
-            == pytest.approx(np.interp(label.score, [0, 1], [0.2, 0.6]), abs=1e-6)
-        )
+        assert label.probability == answer.probabilities[0]
+        expected = np.interp(label.score, [0, 1], [0.2, 0.6])
+        assert answer.probabilities[0] == pytest.approx(expected, abs=1e-6)
         uid, text, score = label
-        assert label == (uid, text, score) and f"probability={label.probability}" in repr(label)
+        assert label == (uid, text, score)
+        assert f"probability={label.probability}" in repr(label)
         assert (
             model.predict(data.queries[:1], 1, tail=0.5)[0][0].probability is None
             or bundle.ranker.evidence is None
@@ -390,7 +417,8 @@ def test_the_estimator_is_scored_without_a_scorer(data, caplog):
     scores = cross_val_score(
         estimator, data.queries, dense, cv=2, params={"label_texts": data.labels}
     )
-    assert scores.shape == (2,) and ((scores >= 0) & (scores <= 1)).all()
+    assert scores.shape == (2,)
+    assert ((scores >= 0) & (scores <= 1)).all()
     assert "below 50" in caplog.text
     estimator.fit(
         pd.Series(data.queries, index=range(100, 160)),

@@ -51,7 +51,12 @@ class Stages(types.ModuleType):
             self.params = params
             if self.error:
                 raise self.error
-            return {"stage": name, "rows": 3, "metrics": {"P@1": 45.678901}, "many": list(range(9))}
+            return {
+                "stage": name,
+                "rows": 3,
+                "metrics": {"P@1": 45.678901},
+                "many": list(range(9)),
+            }
 
         return stage
 
@@ -131,7 +136,9 @@ def test_train_hands_on_which_run_goes_on(
     run, stages: Stages, words: tuple[str, ...], asked: tuple
 ) -> None:
     code, out, _ = run("train", *words)
-    assert (code, stages.calls, stages.asked) == (0, ["train"], asked)
+    assert code == 0
+    assert stages.calls == ["train"]
+    assert stages.asked == asked
     assert "train: epoch = 15" in out and "train: validation.P@1 = 45.68" in out
 
 
@@ -146,7 +153,11 @@ def test_a_training_that_was_stopped_says_how_to_go_on(run, stages: Stages) -> N
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(DataError("bad rows"), 3), (ArtifactError("damaged", fix="again"), 4)]
+    ("error", "code"),
+    [
+        (DataError("bad rows"), 3),
+        (ArtifactError("damaged", fix="again"), 4),
+    ],
 )
 def test_a_known_error_is_a_message_and_an_exit_code(
     run, stages: Stages, error: Exception, code: int
@@ -239,12 +250,13 @@ def test_predict_prints_labels_with_scores(run, bundle: Path) -> None:
     assert code == 0
     lines = [line.split("\t") for line in out.splitlines()]
     assert lines[0] == ["query", "rank", "label", "title", "score", "probability"]
-    assert [line[:3] for line in lines[1:]] == [
+    expected = [
         ["a text", "1", "uid1"],
         ["a text", "2", "uid2"],
         ["another", "1", "uid1"],
         ["another", "2", "uid2"],
     ]
+    assert [line[:3] for line in lines[1:]] == expected
 
 
 def test_predictions_on_a_terminal_are_tables(capsys, monkeypatch) -> None:
@@ -281,7 +293,8 @@ def test_predict_hands_files_on(run, bundle: Path, monkeypatch: pytest.MonkeyPat
     words = ["predict", "--input", "in.csv", "--output", "out.parquet"]
     code, out, _ = run(*words, "-k", "3", "--column", "body")
     assert code == 0
-    assert run(*words, "--runtime", "onnx", "--set", "raw.quotes=no")[0] == 0
+    exit_code = run(*words, "--runtime", "onnx", "--set", "raw.quotes=no")[0]
+    assert exit_code == 0
     assert quotes == ["auto", "no"]
     assert calls == [
         (FakeBundle, "in.csv", "out.parquet", 3, "body", "auto"),
@@ -294,10 +307,11 @@ def test_predict_hands_files_on(run, bundle: Path, monkeypatch: pytest.MonkeyPat
 def test_predict_as_json_lines(run, bundle: Path) -> None:
     _, out, _ = run("predict", "naïve ☃", "-k", "2", "--json")
     rows = [json.loads(line) for line in out.splitlines()]
-    assert [(row["query"], row["label"]) for row in rows] == [
+    expected = [
         ("naïve ☃", "uid1"),
         ("naïve ☃", "uid2"),
     ]
+    assert [(row["query"], row["label"]) for row in rows] == expected
 
 
 def test_predict_says_what_it_needs(run, bundle: Path) -> None:

@@ -434,13 +434,16 @@ def test_each_parameter_says_once_what_it_decides() -> None:
     decides = config.what_decides()
     assert list(decides) == config.known_keys()
     for key, results in decides.items():
-        assert results and set(results) <= set(get_args(config.Result)), key
+        assert results, key
+        assert set(results) <= set(get_args(config.Result)), key
         # a key that decides is more than operation
         assert "operation" not in results or results == ("operation",), key
-    assert decides["optim.epochs"] == ("training",) and decides["index.kind"] == ("index",)
+    assert decides["optim.epochs"] == ("training",)
+    assert decides["index.kind"] == ("index",)
     # the tokenizer is the encoder's
     assert decides["encoder.name"] == ("checks", "tokens", "training")
-    assert decides["raw.quotes"] == ("data",) and decides["raw.max_row_bytes"] == ("operation",)
+    assert decides["raw.quotes"] == ("data",)
+    assert decides["raw.max_row_bytes"] == ("operation",)
     operations = {key.partition(".")[0] for key in config.keys_deciding("operation")}
     deciding = {
         key.partition(".")[0] for key in config.keys_deciding(*config.RESULTS, "checks", warm=True)
@@ -517,7 +520,9 @@ def test_model_names_that_the_registry_takes(tmp_path):
         client.create_registered_model(name)
         client.create_model_version(name, source="file:///x")
         address = parse_address(f"models:/{name}@champion")
-        assert len(all_versions(client, name)) == 1 and address is not None and address.name == name
+        assert len(all_versions(client, name)) == 1
+        assert address is not None
+        assert address.name == name
     with pytest.raises(ConfigError, match="one line"):
         config.load_params(None, {"tracking.experiment": ""})
 

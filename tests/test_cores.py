@@ -72,12 +72,14 @@ V1 = {"cpu/docker/1/cpu.cfs_period_us": "100000\n", "cpu/cpu.cfs_period_us": "10
 def test_the_quota_of_a_container(container, monkeypatch, groups, files, quota, usable):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
     root = container(groups, **files)
-    assert cores.cpu_quota(root) == quota and cores.usable_cores(root) == usable
+    assert cores.cpu_quota(root) == quota
+    assert cores.usable_cores(root) == usable
 
 
 def test_a_system_without_control_groups(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {3, 5})
-    assert cores.cpu_quota(tmp_path) is None and cores.usable_cores(tmp_path) == 2
+    assert cores.cpu_quota(tmp_path) is None
+    assert cores.usable_cores(tmp_path) == 2
     monkeypatch.delattr(os, "sched_getaffinity")
     assert cores.usable_cores(tmp_path) == os.cpu_count()
 
@@ -111,7 +113,8 @@ def sizes(*command: str, **variables: str) -> list[str]:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_pools_have_the_size_of_the_affinity_or_of_the_users_variable():
     one = str(min(os.sched_getaffinity(0)))
-    assert sizes("taskset", "-c", one) == ["1", "1", "1", "1", "PASSIVE"]
+    expected = ["1", "1", "1", "1", "PASSIVE"]
+    assert sizes("taskset", "-c", one) == expected
     given = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "ACTIVE", "OPENBLAS_NUM_THREADS": "2"}
     assert sizes(**given)[1:] == ["1", "1", "2", "ACTIVE"]
 
@@ -131,7 +134,8 @@ def test_pools_do_not_nest():
     torch.set_num_threads(2)
     try:
         with cores.thread_pool(3) as threads:
-            assert list(threads.map(inside, range(6))) == [(1, {1})] * 6
+            expected = [(1, {1})] * 6
+            assert list(threads.map(inside, range(6))) == expected
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -175,7 +179,13 @@ def test_models_answer_in_forked_processes(tiny_raw, tiny_bert, tmp_path):
     queries = tiny_raw.queries["train"]["title"].to_pylist()
     labels = tiny_raw.labels["title"].to_pylist()
     pairs = csr_matrix(tiny_raw.relevance["train"])
-    model = unidec.fit(queries, labels, pairs, params=dict(leaves(tiny)), folder=tmp_path)
+    model = unidec.fit(
+        queries,
+        labels,
+        pairs,
+        params=dict(leaves(tiny)),
+        folder=tmp_path,
+    )
     command = [sys.executable, "-W", "ignore", "-c", FORK, str(model.folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

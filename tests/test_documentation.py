@@ -207,9 +207,8 @@ def test_the_site_is_built_without_warnings_and_loads_nothing_from_elsewhere(
     )
     assert done.returncode == 0, done.stderr[-3000:]
     pages = list((tmp_path / "site").rglob("*.html"))
-    assert {page.stem for page in PAGES if page.parent.name == "docs"} <= {
-        page.stem for page in pages
-    }
+    stems = {page.stem for page in PAGES if page.parent.name == "docs"}
+    assert stems <= {page.stem for page in pages}
     for page in pages:
         loaded = Loaded(page.read_text(encoding="utf-8"))
         assert loaded.addresses and not [

@@ -206,7 +206,8 @@ def test_what_a_change_redoes(tmp_path: Path) -> None:
     project.edit("params.yaml", "tokens: {text, max_length}", "tokens: {text, max_length: 64}")
     ran = project.repro()
     # the checks read the tokens, too
-    assert sorted(ran[:2]) == ["tokens", "validate"] and ran[2:] == AFTER_TRAIN
+    assert sorted(ran[:2]) == ["tokens", "validate"]
+    assert ran[2:] == AFTER_TRAIN
     project.edit("params.yaml", " beta,", " beta: 2,")
     assert project.repro() == []  # the recipe's own value
     project.edit("params.yaml", " beta: 2,", " beta: 3,")
@@ -227,7 +228,8 @@ def test_what_a_change_redoes(tmp_path: Path) -> None:
     assert "Training loss" in ours
     assert "vegaEmbed(" in ours
     assert not re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)\s*=", ours)
-    assert page.partition("<body>")[0].count("<script>") == template.count("<script>") == 3
+    assert page.partition("<body>")[0].count("<script>") == 3
+    assert template.count("<script>") == 3
 
     # what is no dependency, and what is one for whom
     project.edit("params.yaml", "device: auto", "device: cpu")
@@ -321,8 +323,10 @@ def experiments(project: Project) -> dict[str, str]:
     """name -> learning rate of each; all ran in temporary copies, with the checkout's python and
     store.
     """
-    looked = [json.loads(line) for line in Path(project.env["LOOKED"]).read_text().splitlines()]
-    assert {found["store"] for found in looked} == {f"sqlite:///{project.root}/mlflow/mlflow.db"}
+    lines = Path(project.env["LOOKED"]).read_text().splitlines()
+    looked = [json.loads(line) for line in lines]
+    stores = {found["store"] for found in looked}
+    assert stores == {f"sqlite:///{project.root}/mlflow/mlflow.db"}
     assert all(found["folder"].startswith(f"{project.root}/.dvc/tmp/exps/") for found in looked)
     rows = list(csv.DictReader(project.dvc("exp", "show", "--csv", "--only-changed").splitlines()))
     shown = {row["Experiment"]: row["optim.lr_clf"] for row in rows if row["Experiment"]}
@@ -388,10 +392,10 @@ def test_each_result_is_a_dependency_of_the_stages_that_make_it() -> None:
         "index": "index",
         "evaluation": "evaluate",
     }
-    assert set(made) == {"checks", *RESULTS} and set(made.values()) == set(STAGES)
+    assert set(made) == {"checks", *RESULTS}
+    assert set(made.values()) == set(STAGES)
     for result, stage in made.items():
         assert f"data/inputs/{result}.json" in DESCRIBED["stages"][stage]["deps"], stage
     for name, stage in DESCRIBED["stages"].items():
-        assert "params" not in stage and not (
-            name != "inputs" and any("unidec" in dep for dep in stage["deps"])
-        ), name
+        assert "params" not in stage, name
+        assert not (name != "inputs" and any("unidec" in dep for dep in stage["deps"])), name

@@ -373,7 +373,8 @@ def test_workflows_call_make_alone_on_every_python_that_is_supported() -> None:
         "make test PYTHON=python",
     } <= called
     low, high = map(int, re.findall(r"3\.(\d+)", PYPROJECT["project"]["requires-python"]))
-    assert pythons == {f"3.{minor}" for minor in range(low, high)}
+    expected = {f"3.{minor}" for minor in range(low, high)}
+    assert pythons == expected
     listed = {
         name.split(" :: ")[-1]
         for name in PYPROJECT["project"]["classifiers"]

@@ -111,7 +111,11 @@ def test_another_thread_changes_nothing(handlers):
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, -signal.SIGINT)]
+    ("number", "code"),
+    [
+        (signal.SIGTERM, -signal.SIGTERM),
+        (signal.SIGINT, -signal.SIGINT),
+    ],
 )
 def test_a_process_ends_as_it_always_did(number, code):
     """SIGTERM's default ends it; SIGINT becomes KeyboardInterrupt, which Python ends by

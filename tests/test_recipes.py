@@ -3,7 +3,6 @@ without Gandalf.
 """
 
 import contextlib
-import json
 import re
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from helpers import golden
 from torch.utils._python_dispatch import _disable_current_modes
 
 from unidec.config import load_params, parse_overrides, recipe_names, to_yaml
+from unidec.data.storage import read_json_lines
 from unidec.data.tokens import encode_texts
 from unidec.model import soft_topk
 from unidec.model.first_rows import start_table
@@ -457,9 +457,7 @@ def test_a_recipe_trains(
     trainer.refresh()
     trainer.train_round()
     assert trainer.finished
-    lines = [
-        json.loads(line) for line in (tmp_path / "run" / "history.jsonl").read_text().splitlines()
-    ]
+    lines = read_json_lines(tmp_path / "run" / "history.jsonl")
     assert len(lines) == trainer.steps_per_epoch >= 4
     assert all(np.isfinite(line["loss"]) and 0 < line["grad_norm"] < np.inf for line in lines)
     num_train = len(tiny_dataset.rows("train"))
@@ -492,7 +490,11 @@ def test_a_recipe_trains(
         trainer.encoding.tokens["queries"], np.arange(5), trainer.encoding.build
     )
     table = trainer.classifier()[0]
-    for vectors, there in ((de, "de"), (clf, "clf"), (table, "clf")):
+    for vectors, there in (
+        (de, "de"),
+        (clf, "clf"),
+        (table, "clf"),
+    ):
         assert (vectors is not None) == (params.model.heads in ("both", there))
         assert vectors is None or np.isfinite(vectors).all()
 
@@ -518,19 +520,16 @@ def test_the_options_for_the_tail_change_what_a_recipe_learns(
         )
         trainer.refresh()
         trainer.train_round()
-        return [
-            json.loads(line)["loss"]
-            for line in (tmp_path / run / "history.jsonl").read_text().splitlines()
-        ]
+        return [line["loss"] for line in read_json_lines(tmp_path / run / "history.jsonl")]
 
     plain = losses("plain")
     weighted = losses("weighted", **{"loss.weights": "propensity"})
-    assert np.isfinite(weighted).all() and not np.allclose(weighted, plain)
+    assert np.isfinite(weighted).all()
+    assert not np.allclose(weighted, plain)
     drawn = losses("drawn", **{"pool.positives": "tail"})
     # a loss over all labels and all positives has nothing to draw
-    assert np.isfinite(drawn).all() and np.allclose(drawn, plain) == (
-        name in ("dexml-topk", "renee")
-    )
+    assert np.isfinite(drawn).all()
+    assert np.allclose(drawn, plain) == (name in ("dexml-topk", "renee"))
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,8 @@ def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGNAME", "carol")
     monkeypatch.setenv("HOME", "/somewhere")
     user.name_user()
-    assert (os.environ["USER"], os.environ["HOME"]) == ("carol", "/somewhere")
+    assert os.environ["USER"] == "carol"
+    assert os.environ["HOME"] == "/somewhere"
 
 
 @as_root

@@ -44,7 +44,8 @@ def test_data_of_the_size_that_is_named(first_day, tmp_path):
 
 def test_a_table_of_seconds(first_day, tmp_path):
     found = first_day.timed([sys.executable, "-c", "pass"], tmp_path, dict(os.environ), turns=2)
-    assert found["processor_s"] > 0 and 0 < found["wall_s"] < 60
+    assert found["processor_s"] > 0
+    assert 0 < found["wall_s"] < 60
     with pytest.raises(SystemExit, match="ended with 3"):
         first_day.timed([sys.executable, "-c", "raise SystemExit(3)"], tmp_path, dict(os.environ))
     table = first_day.show({"a": {"make train": {"wall_s": 50.0, "processor_s": 61.3}}})

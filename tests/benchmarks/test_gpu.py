@@ -5,9 +5,11 @@ exit code.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -52,7 +54,8 @@ def test_a_section_runs(gpu, bench, section):
     )
     assert {figure.what for figure in figures}.isdisjoint({"failed", "skipped"})
     table = gpu.as_table(figures)
-    assert "measured on the processor" in table and table.count("\n") == 1 + len(figures)
+    assert "measured on the processor" in table
+    assert table.count("\n") == 1 + len(figures)
     if section in ("memory", "refresh", "search", "bf16"):
         assert "computed" in table
 
@@ -116,7 +119,12 @@ def test_a_step_that_waits_is_counted_with_its_place(gpu, bench, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("failing", "code"), [("step", 0), ("correctness", 1), ("synchronisations", 1)]
+    ("failing", "code"),
+    [
+        ("step", 0),
+        ("correctness", 1),
+        ("synchronisations", 1),
+    ],
 )
 def test_a_section_that_fails_is_reported_and_the_others_run(
     gpu, failing, code, tmp_path, monkeypatch, capsys
@@ -138,10 +146,10 @@ def test_a_section_that_fails_is_reported_and_the_others_run(
     facts = json.loads((tmp_path / "new" / "gpu.json").read_text())
     table = (tmp_path / "new" / "gpu.md").read_text()
     assert f"| {failing} | failed | OutOfMemoryError: no memory /; left |" in table
-    assert [f["section"] for f in facts["figures"] if f["what"] == "figure"] == [
-        n for n in replaced if n != failing
-    ]
-    assert facts["form"] == "tiny" and facts["machine"]["cores"] > 0
+    sections = [f["section"] for f in facts["figures"] if f["what"] == "figure"]
+    assert sections == [n for n in replaced if n != failing]
+    assert facts["form"] == "tiny"
+    assert facts["machine"]["cores"] > 0
     out = capsys.readouterr().out
     assert f"{failing} ..." in out and "| figure | 2 |" in out
 
@@ -159,7 +167,8 @@ def test_only_some_sections_and_no_time_left(gpu, tmp_path, monkeypatch):
     assert gpu.main([*common, "--minutes", "0.5"]) == 0
     assert ran == ["step", "bf16"]
     skipped = json.loads((tmp_path / "gpu.json").read_text())["figures"]
-    assert [figure["what"] for figure in skipped] == ["skipped"] * len(replaced)
+    kinds = [figure["what"] for figure in skipped]
+    assert kinds == ["skipped"] * len(replaced)
     assert skipped[0]["value"] == "30 s left, about 50 s needed"
 
 
@@ -187,11 +196,11 @@ def test_the_branches_of_a_card(gpu, card, monkeypatch):
     products = gpu.gpu_products
     peaks = []
     monkeypatch.setattr(
-        products, "peak_of_steps", lambda bench, size: peaks.append(size) or 15 * 10**9
+        products, "peak_of_steps", lambda bench, cell: peaks.append(cell) or 15 * 10**9
     )
     for section in ("memory", "search", "bf16", "synchronisations"):
         assert gpu.run_sections(card, [section]) == 0
-    assert [size["labels"] for size in peaks] == [1_305_265, 1_305_265, 450_000_000]
+    assert [cell.labels for cell in peaks] == [1_305_265, 1_305_265, 450_000_000]
     assert card.modes == ["error", "default"] * 9 * 3
     by_name = {figure.what: figure for figure in card.figures}
     assert by_name["faiss on the GPU"].origin == "the installed faiss has no GPU"
@@ -224,7 +233,8 @@ def test_a_card_that_waits_is_told_once_a_step(gpu, card, monkeypatch):
     right = gpu.gpu_training.Trainer.train_step
     monkeypatch.setattr(gpu.gpu_training.Trainer, "train_step", waiting)
     assert gpu.run_sections(card, ["synchronisations"]) == 1
-    assert [figure.value for figure in card.figures[:3]] == [9, 9, 9]
+    values = [figure.value for figure in card.figures[:3]]
+    assert values == [9, 9, 9]
     assert card.modes[-1] == "default"
 
 
@@ -234,7 +244,8 @@ def test_another_error_of_a_step_is_no_synchronisation(gpu, card, monkeypatch):
 
     monkeypatch.setattr(gpu.gpu_training.Trainer, "train_step", broken)
     assert gpu.run_sections(card, ["synchronisations"]) == 1
-    assert card.figures[0].what == "failed" and "something else" in card.figures[0].value
+    assert card.figures[0].what == "failed"
+    assert "something else" in card.figures[0].value
 
 
 def test_a_card_that_is_too_small_or_too_late_for_a_setting(gpu, card, monkeypatch):
@@ -255,26 +266,25 @@ def test_a_cell_is_trained_without_data_on_disk(gpu, bench, monkeypatch):
     """
     products = gpu.gpu_products
     seen = []
-    right = products.scale_step.Steps.run
-    monkeypatch.setattr(
-        products.scale_step.Steps,
-        "run",
-        lambda steps, count: (
-            seen.append([cache.lengths().min() for cache in steps.trainer.encoding.tokens.values()])
-            or right(steps, min(count, 2))
-        ),
+    right = products.train
+
+    def two_steps(trainer, batches):
+        seen.append([cache.lengths().min() for cache in trainer.encoding.tokens.values()])
+        right(trainer, itertools.islice(batches, 2))
+
+    monkeypatch.setattr(products, "train", two_steps)
+    cell = replace(
+        products.MEASURED["papers-1.3M-recompute"],
+        labels=60,
+        train=90,
+        batch=16,
+        pool=40,
+        dim=16,
+        hidden=64,
+        layers=1,
     )
-    size = products.scale_step.SIZE | products.GPU["papers-1.3M-recompute"]
-    size |= {
-        "labels": 60,
-        "train": 90,
-        "batch": 16,
-        "pool": 40,
-        "dim": 16,
-        "hidden": 64,
-        "layers": 1,
-    }
-    assert products.peak_of_steps(bench, size) == 0
+    assert products.peak_of_steps(bench, cell) == 0
     monkeypatch.setattr(products, "MOST_TEXTS", 50)
-    products.peak_of_steps(bench, size)
-    assert seen[0] == [32, 32] and max(seen[1]) < 32
+    products.peak_of_steps(bench, cell)
+    assert seen[0] == [32, 32]
+    assert max(seen[1]) < 32

@@ -80,33 +80,34 @@ def test_answers_come_whole_however_they_are_cut(load, pieces):
         b"HTTP/1.1 100 Continue\r\n\r\n"
         b"HTTP/1.1 200 OK\r\ncontent-type: a\r\nCONTENT-LENGTH: 5\r\n\r\nhello"
         b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 2\r\ncontent-length: 0\r\n\r\n"
-        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\nA\r\n"
-        b"0123456789\r\n0\r\n\r\n"
         b"HTTP/1.1 204 No Content\r\n\r\n"
     )
-    buffer = bytearray()
-    found = []
     size = max(1, len(wire) // pieces)
-    for begin in range(0, len(wire), size):
-        buffer += wire[begin : begin + size]
-        while buffer and (answer := load.parse_answer(buffer)) is not None:
-            del buffer[: answer[1]]
-            found.append(answer[0])
+
+    async def answer(number: int, writer: asyncio.StreamWriter) -> None:
+        for begin in range(0, len(wire), size):
+            writer.write(wire[begin : begin + size])
+            await asyncio.sleep(0)
+
+    async def talk(port: int) -> list[Any]:
+        connection = await load.Connection.open(port)
+        connection.send(load.get("/"))
+        return [await connection.answer() for _ in range(3)]
+
+    found = beside(answer, talk)
     assert [(answer.status, answer.body) for answer in found] == [
         (200, b"hello"),
         (503, b""),
-        (200, b"abc0123456789"),
         (204, b""),
     ]
-    assert found[1].header("retry-after") == "2" and found[1].header("none") is None and not buffer
+    assert found[1].header("retry-after") == "2"
+    assert found[1].header("none") is None
 
 
 def test_what_is_sent_is_what_was_meant(load):
-    head, _, body = load.post("/predict", {"queries": ["größer 🚗"]}, "x-api-key: k").partition(
-        b"\r\n\r\n"
-    )
+    head, _, body = load.post("/predict", {"queries": ["größer 🚗"]}).partition(b"\r\n\r\n")
     assert json.loads(body) == {"queries": ["größer 🚗"]}
-    assert head.startswith(b"POST /predict HTTP/1.1\r\n") and b"\r\nx-api-key: k\r\n" in head
+    assert head.startswith(b"POST /predict HTTP/1.1\r\n")
     assert f"content-length: {len(body)}".encode() in head
 
 
@@ -143,13 +144,16 @@ def test_a_closed_loop_sends_each_request_once_and_counts_what_failed(load):
     )
     assert {answer.status for answer in measured.answers} == {503, 0}
     facts = json.loads(json.dumps(measured.facts()))
-    assert facts["statuses"] == {"0": 1, "200": 44, "503": 5} and facts["latency_ms"]["count"] == 44
+    assert facts["statuses"] == {"0": 1, "200": 44, "503": 5}
+    assert facts["latency_ms"]["count"] == 44
 
 
 def test_a_closed_loop_ends_in_time(load):
     measured = beside(quick, lambda port: load.closed_loop(port, requests(load), 3, seconds=0.3))
-    assert 0.3 <= measured.seconds < 1 and measured.statuses[200] > 100
-    assert measured.rate == pytest.approx(measured.statuses[200] / measured.seconds)
+    assert 0.3 <= measured.seconds < 1
+    assert measured.statuses[200] > 100
+    expected = measured.statuses[200] / measured.seconds
+    assert measured.rate == pytest.approx(expected)
 
 
 def test_an_open_loop_counts_those_who_came_while_nothing_was_answered(load):
@@ -161,7 +165,8 @@ def test_an_open_loop_counts_those_who_came_while_nothing_was_answered(load):
         stalling(20, 0.4), lambda port: load.closed_loop(port, requests(load), 2, count=1000)
     )
     slow = [ms for ms in closed.latencies_ms if ms > 100]
-    assert 1 <= len(slow) <= 2 and closed.facts()["latency_ms"]["p99"] < 100
+    assert 1 <= len(slow) <= 2
+    assert closed.facts()["latency_ms"]["p99"] < 100
     for connections in (2, 64):
         opened = beside(
             stalling(20, 0.4),
@@ -170,7 +175,8 @@ def test_an_open_loop_counts_those_who_came_while_nothing_was_answered(load):
             ),
         )
         slow = [ms for ms in opened.latencies_ms if ms > 100]
-        assert 15 <= len(slow) <= 50 and opened.facts()["latency_ms"]["p90"] > 100, connections
+        assert 15 <= len(slow) <= 50, connections
+        assert opened.facts()["latency_ms"]["p90"] > 100, connections
         assert 160 <= opened.statuses[200] <= 240, "all that were due are asked and answered"
         few = [ms for ms in opened.service_ms if ms > 100]
         assert len(few) <= 2 if connections == 2 else len(few) >= 15, (
@@ -203,7 +209,8 @@ def test_percentiles_are_values_that_occurred(load):
         "p999": 1000,
         "max": 1000,
     }
-    assert load.percentiles([3.0])["p99"] == 3 and load.percentiles([]) == {"count": 0}
+    assert load.percentiles([3.0])["p99"] == 3
+    assert load.percentiles([]) == {"count": 0}
 
 
 def test_texts_are_never_the_same_twice(load):

@@ -72,11 +72,8 @@ def test_the_data_sets_are_all_there(published):
 @pytest.mark.parametrize("name", DATA_SETS)
 def test_a_file_says_of_every_method_whether_it_was_published(published, name):
     own = published.data_set(name)
-    assert (
-        sorted([*own["methods"], *own["not_published"]])
-        == sorted(METHODS)
-        == sorted(published.methods()["methods"])
-    )
+    assert sorted([*own["methods"], *own["not_published"]]) == sorted(METHODS)
+    assert sorted(METHODS) == sorted(published.methods()["methods"])
     named = {method for group in own["settings"] for method in group.get("methods", [])}
     assert named <= set(own["methods"])
     assert all(isinstance(text, str) for text in own["silent"])
@@ -92,14 +89,15 @@ def test_every_value_has_a_source(published, name):
         assert source.startswith((*known, published.NOT_PUBLISHED)), source
     for row in own["figures"]:
         assert re.match(r"(thesis|preprint), table \d", row["source"]), row
-        assert row["method"] in own["methods"] and row.get("of", "test") in ("test", "de", "clf")
+        assert row["method"] in own["methods"]
+        assert row.get("of", "test") in ("test", "de", "clf")
         figures = {
             key: value for key, value in row.items() if key not in ("method", "source", "of")
         }
-        assert len(figures) >= 4 and all(
-            FIGURE.fullmatch(key) and 10 < value < 90 for key, value in figures.items()
-        )
-        assert figures["P@1"] > figures["P@5"] and ("P@3" in figures) == ("PSP@3" in figures)
+        assert len(figures) >= 4
+        assert all(FIGURE.fullmatch(key) and 10 < value < 90 for key, value in figures.items())
+        assert figures["P@1"] > figures["P@5"]
+        assert ("P@3" in figures) == ("PSP@3" in figures)
 
 
 @pytest.mark.parametrize("name", DATA_SETS)
@@ -151,7 +149,11 @@ def test_it_fits_the_papers_card_and_recomputes_only_where_it_has_to(published, 
     """By the plan, on 48 GB: UniDEC and its dual encoder."""
     facts = published.data_set(name)["facts"]
     own = published.data_set(name)["methods"]
-    there = {"device": 48 * 10**9, "host": 1 << 40, "disk": 4 << 40}
+    there = {
+        "device": 48 * 10**9,
+        "host": 1 << 40,
+        "disk": 4 << 40,
+    }
     for method in {"unidec-v2-bce", "depsl"} & set(own):
         params = published.resolve(name, method)
         sizes = Sizes.given(facts["labels"], facts["train_queries"], params.tokens.max_length)
@@ -254,7 +256,11 @@ def unpacked_archive(folder):
         }
         for i in range(20)
     ]
-    for name, items in (("lbl", labels), ("trn", trn), ("tst", tst)):
+    for name, items in (
+        ("lbl", labels),
+        ("trn", trn),
+        ("tst", tst),
+    ):
         with gzip.open(folder / f"{name}.json.gz", "wt", encoding="utf-8") as file:
             file.writelines(json.dumps(item) + "\n" for item in items)
     (folder / "filter_labels_train.txt").write_text("0 3\n59 1\n")
@@ -347,23 +353,30 @@ def test_a_stand_in_goes_through_every_stage(stand_in, encoder_at_hand, tmp_path
         ran == [stage for stage in stand_in.STAGES if stage != "label graph"]
         and cells["result"] == "ok"
     )
-    assert (cells["N"], cells["L"], cells["queries a batch"]) == ("295", "256", "8")
-    assert cells["positives a query"] == "2.3" and 6.6 < float(cells["words a query"]) < 7.2
+    assert cells["N"] == "295"
+    assert cells["L"] == "256"
+    assert cells["queries a batch"] == "8"
+    assert cells["positives a query"] == "2.3"
+    assert 6.6 < float(cells["words a query"]) < 7.2
     assert 0 < float(cells["memory, GiB"]) < 4
     at = tmp_path / "work" / "LF-AmazonTitles-131K"
     history = (at / "outputs" / "model" / "history.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in history] == [0, 10, 20]
+    steps = [json.loads(line)["step"] for line in history]
+    assert steps == [0, 10, 20]
     assert json.loads((at / "outputs" / "metrics.json").read_text())["test"]["P@1"] >= 0
 
 
 def test_texts_of_a_long_set_fill_the_tokens(published, stand_in, tmp_path):
     params = published.resolve("LF-Amazon-131K", "unidec-v2")
     row = stand_in.stand_in("LF-Amazon-131K", share=0.001, folder=tmp_path, until="raw")
-    assert row["result"] == "ok" and row["raw, s"] > 0 and "ingest, s" not in row
+    assert row["result"] == "ok"
+    assert row["raw, s"] > 0
+    assert "ingest, s" not in row
     assert row["words a query"] > params.tokens.max_length
     with gzip.open(tmp_path / "raw" / "trn.json.gz", "rt") as file:
         items = [json.loads(line) for line in file]
-    assert len(items) == row["N"] and min(len(item["content"].split()) for item in items) >= 126
+    assert len(items) == row["N"]
+    assert min(len(item["content"].split()) for item in items) >= 126
     shared = np.mean(
         [bool(set(item["title"].split()) & set(item["content"].split())) for item in items]
     )

@@ -45,7 +45,8 @@ def test_queries_never_come_twice(serving, monkeypatch):
     bodies = [json.loads(next(queries).partition(b"\r\n\r\n")[2]) for _ in range(8)]
     bodies.append(json.loads(queries.of(3).partition(b"\r\n\r\n")[2]))
     texts = [text for body in bodies for text in body["queries"]]
-    assert len(texts) == len(set(texts)) == 11 and set(titles["test"]) <= set(texts)
+    assert len(texts) == len(set(texts)) == 11
+    assert set(titles["test"]) <= set(texts)
     assert {body["k"] for body in bodies} == {7}
 
 

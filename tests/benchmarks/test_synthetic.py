@@ -83,7 +83,8 @@ def test_a_row_does_not_depend_on_its_block(data, method):
     flat, offsets = function(rows)
     for row in (0, 1, 57, 199):
         alone, _ = function(np.array([row]))
-        np.testing.assert_array_equal(alone, flat[offsets[row] : offsets[row + 1]])
+        expected = flat[offsets[row] : offsets[row + 1]]
+        np.testing.assert_array_equal(alone, expected)
 
 
 def test_raw_files_do_not_depend_on_the_block_size(synthetic, data, tmp_path):
@@ -134,11 +135,22 @@ def test_a_querys_words_are_mostly_its_labels_words(data):
 
 
 @pytest.mark.parametrize(
-    ("query_mean", "label_mean"), [(6.0, 3.5), (3.1, 3.1), (8.74, 6.92), (128, 3)]
+    ("query_mean", "label_mean"),
+    [
+        (6.0, 3.5),
+        (3.1, 3.1),
+        (8.74, 6.92),
+        (128, 3),
+    ],
 )
 def test_texts_have_the_length_that_is_asked_for(synthetic, words, query_mean, label_mean):
     data = synthetic.Synthetic(words, 4000, 0, 4000, query_mean=query_mean, label_mean=label_mean)
-    for made, mean in ((data.query_words, query_mean), (data.label_words, label_mean)):
+    for made, mean in (
+        (data.query_words, query_mean),
+        (data.label_words, label_mean),
+    ):
         lengths = np.diff(made(np.arange(4000))[1])
         assert lengths.mean() == pytest.approx(mean, abs=0.1)
-        assert mean - 3 < lengths.min() and lengths.max() < mean + 3 and lengths.min() >= 1
+        assert mean - 3 < lengths.min()
+        assert lengths.max() < mean + 3
+        assert lengths.min() >= 1

@@ -164,16 +164,13 @@ def test_probabilities_only_of_labels_that_are_ranked_as_the_bundle_ranks(rng, t
         Request("red car", min_score=1e9),
     ]
     own, *others, chosen, none = answerer.answer(requests)
-    assert (
-        own.probabilities == calibration.of(np.array(own.scores)).tolist() and len(own.labels) == 5
-    )
-    assert [one.probabilities for one in others] == [[], [], []] and all(
-        one.labels for one in others
-    )
-    assert (
-        chosen.labels == ["L1"]
-        and chosen.probabilities == calibration.of(np.array(chosen.scores)).tolist()
-    )
+    expected = calibration.of(np.array(own.scores)).tolist()
+    assert own.probabilities == expected
+    assert len(own.labels) == 5
+    assert [one.probabilities for one in others] == [[], [], []]
+    assert all(one.labels for one in others)
+    assert chosen.labels == ["L1"]
+    assert chosen.probabilities == calibration.of(np.array(chosen.scores)).tolist()
     assert none.labels == none.probabilities == []
     assert answerer.explain(requests[0]).prediction.probabilities == own.probabilities
 
@@ -236,7 +233,8 @@ def test_the_plain_answer_is_the_bundles_own(rng, tmp_path):
     answerer = _answerer(tmp_path / "b")
     plain = answerer.answer([Request(text, k=4) for text in TEXTS])
     for got, own in zip(plain, answerer.bundle.predict(TEXTS, k=4), strict=True):
-        assert got.labels == own.labels and got.scores == pytest.approx(own.scores)
+        assert got.labels == own.labels
+        assert got.scores == pytest.approx(own.scores)
         assert got.knn_scores == pytest.approx(own.knn_scores)
 
 
@@ -245,7 +243,8 @@ def test_tokens_are_counted(rng, tmp_path):
     found = _answerer(tmp_path / "b").answer(
         [Request("red car"), Request("what is red"), Request("what")]
     )
-    assert [(one.num_tokens, one.unknown_tokens) for one in found] == [(2, 0), (3, 2), (1, 1)]
+    expected = [(2, 0), (3, 2), (1, 1)]
+    assert [(one.num_tokens, one.unknown_tokens) for one in found] == expected
 
 
 def test_what_cannot_be_answered_is_named(rng, tmp_path):
@@ -272,7 +271,12 @@ def test_what_cannot_be_answered_is_named(rng, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("vote", "by_words"), [("softmax", False), ("softmax", True), ("ridge-labels", True)]
+    ("vote", "by_words"),
+    [
+        ("softmax", False),
+        ("softmax", True),
+        ("ridge-labels", True),
+    ],
 )
 def test_an_explanation_adds_up(rng, tmp_path, vote, by_words):
     parts = write_tiny_bundle(
@@ -280,7 +284,8 @@ def test_an_explanation_adds_up(rng, tmp_path, vote, by_words):
     )
     answerer = _answerer(tmp_path / "b")
     told = answerer.explain(Request("red strange car", k=6), neighbours=4)
-    assert told.prediction == answerer.answer([Request("red strange car", k=6)])[0]
+    expected = answerer.answer([Request("red strange car", k=6)])[0]
+    assert told.prediction == expected
     columns = {
         "de": told.prediction.de_scores,
         "clf": told.prediction.clf_scores,
@@ -294,7 +299,8 @@ def test_an_explanation_adds_up(rng, tmp_path, vote, by_words):
         ("[UNK]", True),
         ("car", False),
     ]
-    assert not told.cut and answerer.explain(Request("red " * 9)).cut
+    assert not told.cut
+    assert answerer.explain(Request("red " * 9)).cut
     voters = parts["neighbours"]
     assert told.neighbours is not None and len(told.neighbours) == 4
     asked = answerer.bundle.encode(["red strange car"])
@@ -302,9 +308,8 @@ def test_an_explanation_adds_up(rng, tmp_path, vote, by_words):
     cosine_M = np.asarray(
         voters.vectors_MD @ (compared.toarray() if by_words else compared).T
     ).ravel()
-    assert [one.cosine for one in told.neighbours] == pytest.approx(
-        np.sort(cosine_M)[::-1][:4], abs=2e-3
-    )
+    cosines = [one.cosine for one in told.neighbours]
+    assert cosines == pytest.approx(np.sort(cosine_M)[::-1][:4], abs=2e-3)
     for one in told.neighbours:
         row = int(one.uid[1:])
         assert cosine_M[row] == pytest.approx(one.cosine, abs=2e-3)
@@ -313,7 +318,8 @@ def test_an_explanation_adds_up(rng, tmp_path, vote, by_words):
     more = answerer.explain(Request("red strange car"), neighbours=6).neighbours
     assert more is not None and more[:4] == told.neighbours  # how many are shown changes no vote
     alone = answerer.explain(Request("red", head="clf"))
-    assert alone.weights == {"clf": 1.0} and alone.prediction.knn_scores == []
+    assert alone.weights == {"clf": 1.0}
+    assert alone.prediction.knn_scores == []
     np.testing.assert_allclose(alone.prediction.clf_scores, alone.prediction.scores, rtol=1e-5)
 
 
@@ -341,6 +347,5 @@ def test_many_requests_are_encoded_by_length_and_answered_in_their_order(
     assert lengths == sorted(map(len, texts))
     for request, answer in zip(requests[::20], answers[::20], strict=True):
         (alone,) = answerer.answer([request])
-        assert answer.labels == alone.labels and answer.scores == pytest.approx(
-            alone.scores, abs=1e-5
-        )
+        assert answer.labels == alone.labels
+        assert answer.scores == pytest.approx(alone.scores, abs=1e-5)

@@ -46,9 +46,11 @@ def test_a_row_for_each_label_of_each_query(rng, tmp_path, monkeypatch, told) ->
             for rank, row in enumerate(zip(one.labels, one.titles, one.scores, strict=True))
         ]
     assert list(got.columns) == ["query", "rank", "label", "title", "score"]
-    assert got["rank"].dtype == np.int64 and got["score"].dtype == np.float64
+    assert got["rank"].dtype == np.int64
+    assert got["score"].dtype == np.float64
     expected = pd.DataFrame(rows, columns=got.columns)
-    assert len(got) == len(expected) and got["label"].tolist() == expected["label"].tolist()
+    assert len(got) == len(expected)
+    assert got["label"].tolist() == expected["label"].tolist()
     assert (
         got[["query", "rank", "title"]].values.tolist()
         == expected[["query", "rank", "title"]].values.tolist()
@@ -65,7 +67,8 @@ def test_it_is_the_bundles_own_table(rng, tmp_path) -> None:
     got = answers.table(frame)
     expected = Bundle.load(tmp_path / "b").predict_table(TEXTS).to_pandas()
     columns = ["query", "rank", "label", "title"]
-    assert got[columns].values.tolist() == expected[columns].values.tolist() and len(got) == 25
+    assert got[columns].values.tolist() == expected[columns].values.tolist()
+    assert len(got) == 25
     np.testing.assert_allclose(got["score"], expected["score"], rtol=1e-5)
     assert len(answers.table(frame, allow=[], k=12)) == 5 * len(UIDS)  # empty: all
 
@@ -74,7 +77,8 @@ def test_no_queries_and_what_is_no_query(rng, tmp_path) -> None:
     write_tiny_bundle(tmp_path / "b", rng)
     answers = Answerer.open(tmp_path / "b", "torch")
     empty = answers.table(pd.DataFrame({"query": []}))
-    assert len(empty) == 0 and empty["rank"].dtype == np.int64
+    assert len(empty) == 0
+    assert empty["rank"].dtype == np.int64
     with pytest.raises(DataError, match="request 1"):
         answers.table(pd.DataFrame({"query": ["a", None]}))
     with pytest.raises(DataError, match="column"):

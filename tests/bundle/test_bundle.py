@@ -100,9 +100,11 @@ def test_exclusion_only_touches_its_own_query(rng, tmp_path):
     assert free[0] == free[1]
     first = free[0].labels[0]
     one, two = bundle.predict(["red car", "red car"], k=3, exclude=[[first], []])
-    assert one.labels == free[0].labels[1:4] and two.labels == free[0].labels[:3]
+    assert one.labels == free[0].labels[1:4]
+    assert two.labels == free[0].labels[:3]
     assert bundle.predict(["red"], exclude=[UIDS])[0].labels == []
-    assert bundle.predict([]) == [] and bundle.predict_arrays([], k=3).rows.shape == (0, 3)
+    assert bundle.predict([]) == []
+    assert bundle.predict_arrays([], k=3).rows.shape == (0, 3)
 
 
 def test_the_batch_does_not_matter(rng, tmp_path):
@@ -151,8 +153,10 @@ def test_probabilities_are_those_of_the_scores(rng, tmp_path):
     assert column.to_pylist() == pytest.approx(expected, abs=1e-6)
     (tmp_path / "in.csv").write_text("query\nred car\n")
     predict_file(bundle, tmp_path / "in.csv", tmp_path / "out.jsonl", k=2)
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [row["probability"] for row in rows] == bundle.predict(["red car"], k=2)[0].probabilities
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    probabilities = [row["probability"] for row in rows]
+    assert probabilities == bundle.predict(["red car"], k=2)[0].probabilities
     bundle.info = bundle.info.model_copy(update={"calibration": None})
     assert bundle.predict(["red"])[0].probabilities == []
     assert bundle.predict_table(["red"])["probability"].to_pylist() == [None] * 5
@@ -198,11 +202,13 @@ def test_files_in_and_out(rng, tmp_path, ending, column, output):
     number = predict_file(
         bundle, source, target, k=2, column=column if column == "my text" else None, batch_size=4
     )
-    assert number == len(texts) and [p.name for p in target.parent.iterdir()] == [output]
+    assert number == len(texts)
+    assert [p.name for p in target.parent.iterdir()] == [output]
     if output.endswith(".parquet"):
         rows = pq.read_table(target).to_pylist()
     elif output.endswith(".jsonl"):
-        rows = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
+        lines = target.read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines]
     else:
         frame = pd.read_csv(
             target, sep="\t" if output.endswith(".tsv") else ",", dtype=str, keep_default_na=False
@@ -243,7 +249,8 @@ def test_files_that_cannot_be_read_leave_nothing_behind(rng, tmp_path):
             predict_file(bundle, source, tmp_path / "out.csv")
         assert source.name in str(caught.value), caught.value
         assert (tmp_path / "out.csv").read_text() == "before"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["b", "files", "model", "out.csv"]
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == ["b", "files", "model", "out.csv"]
     with pytest.raises(DataError, match=r"broken\.jsonl:2"):
         predict_file(bundle, folder / "broken.jsonl", tmp_path / "out.csv")
     (folder / "good.csv").write_text("query\nred\n")
@@ -270,7 +277,8 @@ def test_two_writings_give_the_same_bytes(tmp_path, rng):
     write_tiny_bundle(tmp_path / "two" / "b", rng)
     assert folder_sha256(tmp_path / "one" / "b") == folder_sha256(tmp_path / "two" / "b")
     history = tmp_path / "two" / "model" / "history.jsonl"
-    assert history.exists() and not (tmp_path / "two" / "b" / "model" / "history.jsonl").exists()
+    assert history.exists()
+    assert not (tmp_path / "two" / "b" / "model" / "history.jsonl").exists()
 
 
 def test_a_moved_bundle_answers_the_same_without_what_it_was_made_from(rng, tmp_path):
@@ -282,8 +290,10 @@ def test_a_moved_bundle_answers_the_same_without_what_it_was_made_from(rng, tmp_
     shutil.move(tmp_path / "b", tmp_path / "elsewhere" / "c")
     shutil.rmtree(tmp_path / "model")
     moved = Bundle.load(tmp_path / "elsewhere" / "c")
-    assert moved.predict(QUERIES) == before and moved.sha256 == sha256 == folder_sha256(moved.path)
-    assert moved.info.dataset["name"] == "tiny" and moved.info.params == {"seed": 0}
+    assert moved.predict(QUERIES) == before
+    assert moved.sha256 == sha256 == folder_sha256(moved.path)
+    assert moved.info.dataset["name"] == "tiny"
+    assert moved.info.params == {"seed": 0}
 
 
 def test_labels_of_lists_and_of_chunked_columns_are_the_same_bundle(rng, tmp_path):
@@ -374,5 +384,10 @@ def test_the_bundle_needs_neither_mlflow_nor_prefect():
         "import sys, unidec.bundle.bundle; print([m for m in ('mlflow', 'prefect', "
         "'great_expectations') if m in sys.modules])"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert out.stdout.strip() == "[]"

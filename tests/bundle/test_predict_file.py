@@ -83,7 +83,14 @@ def test_shards_give_the_bytes_of_one_piece(rng, tmp_path, texts, ending, output
     predict_file(
         Bundle.load(tmp_path / "b"), source, tmp_path / "whole" / output, k=3, batch_size=BATCH
     )
-    work = plan(tmp_path / "b", source, tmp_path / output, 3, batch_size=BATCH, shards=5)
+    work = plan(
+        tmp_path / "b",
+        source,
+        tmp_path / output,
+        3,
+        batch_size=BATCH,
+        shards=5,
+    )
     assert work.num_shards == 5 and work.num_rows == len(texts)
     run(work, [4, 1, 0, 3, 2])  # in any order
     merge(work)
@@ -130,7 +137,13 @@ def test_another_input_bundle_or_setting_is_another_work(rng, tmp_path, texts):
 def test_an_input_or_bundle_that_changes_meanwhile(rng, tmp_path, texts):
     write_tiny_bundle(tmp_path / "b", rng)
     source = write_queries(tmp_path / "in.parquet", texts)
-    work = plan(tmp_path / "b", source, tmp_path / "out.parquet", batch_size=BATCH, shards=3)
+    work = plan(
+        tmp_path / "b",
+        source,
+        tmp_path / "out.parquet",
+        batch_size=BATCH,
+        shards=3,
+    )
     run(work, [0])
     with pytest.raises(
         ArtifactError, match=r"2 of 3 shards are missing.*\n.*shard 2 of 3 \(rows 20 to 39\)"
@@ -167,10 +180,8 @@ def test_blank_texts_are_refused_with_their_lines_before_anything_is_predicted(
     with pytest.raises(DataError) as error:
         predict_file(Bundle.load(tmp_path / "b"), source, tmp_path / "out.parquet")
     words = str(error.value)
-    assert (
-        f"{source}:{first}" in words
-        and f"6 blank: in{ending}:{first}, in{ending}:{first + 1}" in words
-    )
+    assert f"{source}:{first}" in words
+    assert f"6 blank: in{ending}:{first}, in{ending}:{first + 1}" in words
     assert "and 1 more" in words and not (tmp_path / "out.parquet").exists()
 
 
@@ -190,7 +201,8 @@ def test_degenerate_inputs(rng, tmp_path):
     for name in ("surrogate.jsonl", "null.parquet", "nothing.csv"):
         with pytest.raises(DataError) as caught:
             predict_file(bundle, tmp_path / name, tmp_path / "never.csv")
-        assert name in str(caught.value) and not list(tmp_path.glob("never*"))
+        assert name in str(caught.value)
+        assert not list(tmp_path.glob("never*"))
     with pytest.raises(DataError, match="unknown format"):
         plan(tmp_path / "b", one, tmp_path / "out.xlsx")
     with pytest.raises(DataError, match="k is out of range"):
@@ -262,9 +274,16 @@ def test_the_runtime_that_was_asked_for_encodes_every_shard(rng, tmp_path, texts
     )
     run(work, [0])
     # the threads that the worker has
-    assert [runtime for runtime, _ in opened] == ["onnx"] and opened[0][1] > 0
+    assert [runtime for runtime, _ in opened] == ["onnx"]
+    assert opened[0][1] > 0
     # shards of another runtime are not joined with these: they may round otherwise
-    other = plan(tmp_path / "b", source, tmp_path / "out.csv", batch_size=BATCH, shards=3)
+    other = plan(
+        tmp_path / "b",
+        source,
+        tmp_path / "out.csv",
+        batch_size=BATCH,
+        shards=3,
+    )
     assert len(other.missing()) == 3
     run(other)
     assert len(opened) == 1

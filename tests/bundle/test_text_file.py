@@ -40,7 +40,8 @@ def test_every_format(tmp_path: Path, name: str) -> None:
     window = read_window(path, bounds=RawBounds(quotes="yes"))
     assert window.texts == TEXTS and window.labels == LABELS
     some = window.sample([2, 0])
-    assert some.texts == [TEXTS[2], TEXTS[0]] and some.labels == [["L3"], ["L1", "L2"]]
+    assert some.texts == [TEXTS[2], TEXTS[0]]
+    assert some.labels == [["L3"], ["L1", "L2"]]
 
 
 def test_without_labels_and_with_other_names(tmp_path: Path) -> None:
@@ -51,7 +52,8 @@ def test_without_labels_and_with_other_names(tmp_path: Path) -> None:
     path.write_text("said,labels\nx,L1 L2\ny,\n")
     assert read_window(path, "said").labels == [["L1", "L2"], []]
     (tmp_path / "b.jsonl").write_text('{"text": "x", "labels": "L1 L2"}\n{"text": "y"}\n')
-    assert read_window(tmp_path / "b.jsonl").labels == [["L1", "L2"], []]
+    expected = [["L1", "L2"], []]
+    assert read_window(tmp_path / "b.jsonl").labels == expected
 
 
 def test_a_file_of_feedback(tmp_path: Path) -> None:
@@ -68,11 +70,13 @@ def test_a_file_of_feedback(tmp_path: Path) -> None:
     ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     window = read_window(tmp_path / "a.jsonl")
-    assert window.texts == ["x", "y", "z"] and window.labels == [["L3"], [], ["L1"]]
+    assert window.texts == ["x", "y", "z"]
+    assert window.labels == [["L3"], [], ["L1"]]
     lines[2]["relevant"] = "yes"  # something else than feedback
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     window = read_window(tmp_path / "a.jsonl")
-    assert window.texts == [query for query, *_ in marks] and window.labels is None
+    assert window.texts == [query for query, *_ in marks]
+    assert window.labels is None
 
 
 @pytest.mark.parametrize("labels", [3, ["L1", 2], {"L1": 1}])

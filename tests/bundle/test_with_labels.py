@@ -166,13 +166,15 @@ def test_every_row_is_its_labels(
     old = labels_of(before)
     new = a_change(old, rng)
     change, after = relabelled(before, tmp_path / "new", new)
-    assert labels_of(after) == new and list(labels_of(after)) == list(new)
+    assert labels_of(after) == new
+    assert list(labels_of(after)) == list(new)
     assert (set(change.added), set(change.removed)) == (
         new.keys() - old.keys(),
         old.keys() - new.keys(),
     )
     assert set(change.renamed) == {uid for uid in new.keys() & old.keys() if new[uid] != old[uid]}
-    assert change and change.counts["kept"] == len(new.keys() & old.keys())
+    assert change
+    assert change.counts["kept"] == len(new.keys() & old.keys())
     for uid, title in new.items():
         row = after.row_of[uid]
         tokens = encode_texts([title], before.model.tokenizer_folder, before.model.max_length)
@@ -183,9 +185,8 @@ def test_every_row_is_its_labels(
             and title == old[uid]
             and before.info.text == "title"
         ):
-            assert np.array_equal(
-                after.vectors["de"][row], before.vectors["de"][before.row_of[uid]]
-            )
+            expected = before.vectors["de"][before.row_of[uid]]
+            assert np.array_equal(after.vectors["de"][row], expected)
         elif "de" in after.vectors:
             np.testing.assert_allclose(after.vectors["de"][row], de[0], atol=1e-5)
         for name in {"clf", "bias"} & after.vectors.keys():
@@ -211,7 +212,8 @@ def test_every_row_is_its_labels(
         after.uids[row].as_py() for begin, end in after.info.estimated for row in range(begin, end)
     }
     assert estimated == (set(change.added) if "clf" in after.vectors else set())
-    assert after.info.card == before.info.card and after.info.params == before.info.params
+    assert after.info.card == before.info.card
+    assert after.info.params == before.info.params
     assert after.info.metrics == {}  # those of the other label set would be a lie
     if before.neighbours is not None:
         assert after.neighbours is not None
@@ -248,7 +250,9 @@ def test_equals_a_bundle_built_in_full(
     labels = labels_of(before)
     more = {"new": "river"} | {uid: labels[uid] for uid in rng.permutation(list(labels)).tolist()}
     change, between = relabelled(before, tmp_path / "more", more)
-    assert (change.added, change.removed, change.counts["kept"]) == (["new"], [], len(labels))
+    assert change.added == ["new"]
+    assert change.removed == []
+    assert change.counts["kept"] == len(labels)
     change, after = relabelled(between, tmp_path / "back", labels)
     assert (change.added, change.removed) == ([], ["new"])
     # where every text is encoded again the batches differ, and with them the last bits; a graph
@@ -276,7 +280,8 @@ def test_labels_that_leave_are_answered_no_more_and_all_else_stays(
     change, after = relabelled(
         before, tmp_path / "new", {uid: t for uid, t in labels.items() if uid not in gone}
     )
-    assert sorted(change.removed) == sorted(gone) and not len(change.encoded_S)
+    assert sorted(change.removed) == sorted(gone)
+    assert not len(change.encoded_S)
     texts = tiny_dataset.query_texts()
     wanted = before.predict(texts, 5, exclude=[gone] * len(texts))
     for one, other in zip(wanted, after.predict(texts, 5), strict=True):
@@ -293,7 +298,8 @@ def test_a_new_label_is_found_by_its_text(bundle: Callable[..., Bundle], tmp_pat
     change, after = relabelled(
         before, tmp_path / "new", labels_of(before) | {"x": "planet bread engine"}
     )
-    assert change.added == ["x"] and change.source_L[-1] == -1
+    assert change.added == ["x"]
+    assert change.source_L[-1] == -1
     assert after.predict(["planet bread engine"], 1)[0].labels == ["x"]
 
 
@@ -308,7 +314,9 @@ def test_queries_whose_labels_all_leave_do_not_vote(
     assert same_votes.info.calibration == before.info.calibration
     _, after = relabelled(before, tmp_path / "new", {"x": "river", "y": "bread"})
     assert after.info.calibration is None, "scores without votes are others"
-    assert after.neighbours is None and after.info.knn is None and after.num_labels == 2
+    assert after.neighbours is None
+    assert after.info.knn is None
+    assert after.num_labels == 2
     assert len(after.predict(["river"], 5)[0].labels) == 2
 
 
@@ -343,7 +351,8 @@ def test_nothing_changed_is_no_change(bundle: Callable[..., Bundle]) -> None:
 
 def test_one_label_and_a_text_without_words(bundle: Callable[..., Bundle], tmp_path: Path) -> None:
     change, after = relabelled(bundle(), tmp_path / "new", {"only": ""})
-    assert len(change.removed) == 40 and change.counts["kept"] == 0
+    assert len(change.removed) == 40
+    assert change.counts["kept"] == 0
     assert after.predict(["river", ""], 3)[0].labels == ["only"]
 
 

@@ -40,7 +40,9 @@ def bundle(tiny_bert, tmp_path) -> Path:
 @pytest.mark.parametrize("command", ["vectors", "onnx", "sentence-transformers"])
 def test_every_export_explains_itself_with_an_example(run, command) -> None:
     code, out, _ = run("export", command, "--help")
-    assert code == 0 and f"unidec export {command}" in out and "--head" in out
+    assert code == 0
+    assert f"unidec export {command}" in out
+    assert "--head" in out
 
 
 def test_vectors(run, bundle) -> None:
@@ -48,7 +50,10 @@ def test_vectors(run, bundle) -> None:
         "export", "vectors", "--bundle", str(bundle), "--output", "v/labels.parquet", "--json"
     )
     told = json.loads(out)
-    assert code == 0 and (told["labels"], told["width"], told["head"]) == (6, 48, "both")
+    assert code == 0
+    assert told["labels"] == 6
+    assert told["width"] == 48
+    assert told["head"] == "both"
     assert pq.read_table("v/labels.parquet").num_rows == 6
     assert run("export", "vectors", "--bundle", str(bundle), "--output", "labels.txt")[0] == 3
     assert run("export", "vectors", "--bundle", "nowhere")[0] == 4
@@ -73,7 +78,9 @@ def test_sentence_transformers(run, tiny_bert, tmp_path) -> None:
         "--output",
         "stock",
     )
-    assert code == 0 and "modules = " in out and not list(Path("stock").rglob("*.py"))
+    assert code == 0
+    assert "modules = " in out
+    assert not list(Path("stock").rglob("*.py"))
 
 
 def test_a_registered_bundle_is_fetched(run, bundle, monkeypatch) -> None:
@@ -99,14 +106,14 @@ def test_predictions_do_not_depend_on_what_encodes(run, bundle, monkeypatch) -> 
     Path("q.csv").write_text("text\nriver engine\nmusic window w3\n")
     for name, runtime in (("a.jsonl", "torch"), ("b.jsonl", "auto")):
         words = ["--input", "q.csv", "--output", name, "-k", "3", "--runtime", runtime]
-        assert run("predict", "--bundle", str(bundle), *words)[0] == 0
-    rows = [
-        [json.loads(line) for line in Path(name).read_text().splitlines()]
-        for name in ("a.jsonl", "b.jsonl")
-    ]
-    assert [row["label"] for row in rows[0]] == [row["label"] for row in rows[1]] and len(
-        rows[0]
-    ) == 6
-    np.testing.assert_allclose(
-        [row["score"] for row in rows[0]], [row["score"] for row in rows[1]], rtol=1e-4
-    )
+        exit_code = run("predict", "--bundle", str(bundle), *words)[0]
+        assert exit_code == 0
+    labels = []
+    scores = []
+    for name in ("a.jsonl", "b.jsonl"):
+        rows = [json.loads(line) for line in Path(name).read_text().splitlines()]
+        assert len(rows) == 6
+        labels.append([row["label"] for row in rows])
+        scores.append([row["score"] for row in rows])
+    assert labels[0] == labels[1]
+    np.testing.assert_allclose(scores[0], scores[1], rtol=1e-4)

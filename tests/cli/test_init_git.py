@@ -31,7 +31,9 @@ def test_after_git_init_the_same_command_removes_the_setting(folder: Path) -> No
     git_init(folder)
     assert not matches_git(folder)
     assert write_project(folder) == [".dvc/config.local"]
-    assert local(folder) == "" and matches_git(folder) and write_project(folder) == []
+    assert local(folder) == ""
+    assert matches_git(folder)
+    assert write_project(folder) == []
 
 
 def test_other_local_settings_are_kept(folder: Path) -> None:

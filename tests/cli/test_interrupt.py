@@ -71,4 +71,5 @@ def test_other_programs_keep_their_handler() -> None:
         "signal.default_int_handler"
     )
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); " + code
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+    returncode = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode
+    assert returncode == 0

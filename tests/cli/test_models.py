@@ -86,7 +86,8 @@ def test_the_table_of_models(models_cli):
         "gate",
         "registered",
     ]
-    assert first[:-1] == [a, "champion", "31.25", "", "toy abcdef01", "cold", "12345678", "passed"]
+    expected = [a, "champion", "31.25", "", "toy abcdef01", "cold", "12345678", "passed"]
+    assert first[:-1] == expected
     assert second[:-1] == [
         b,
         "challenger",
@@ -99,7 +100,8 @@ def test_the_table_of_models(models_cli):
     ]
     found = json.loads(models_cli.run("models", "list", "--json")[1])
     assert [row["version"] for row in found] == [b, a]
-    assert found[1]["metrics"] == {"nDCG@5": 31.25} and found[0]["code"]["dirty"] is True
+    assert found[1]["metrics"] == {"nDCG@5": 31.25}
+    assert found[0]["code"]["dirty"] is True
     c = str(
         models_cli.client.create_model_version(
             models_cli.name,
@@ -115,9 +117,8 @@ def test_the_table_of_models(models_cli):
         "",
         "12.50",
     ]
-    assert json.loads(models_cli.run("models", "list", "--json")[1])[0]["rolled_back"] == {
-        "at": "2026"
-    }
+    rolled_back = json.loads(models_cli.run("models", "list", "--json")[1])[0]["rolled_back"]
+    assert rolled_back == {"at": "2026"}
 
 
 def test_promote_and_rollback(models_cli):
@@ -129,7 +130,8 @@ def test_promote_and_rollback(models_cli):
     code, _, error = models_cli.run("models", "promote", b)
     assert code == 6 and "did not pass the gate: code" in error and "--force" in error
     assert models_cli.run("models", "promote", b, "--force")[0] == 0
-    assert aliases(models_cli.client, models_cli.name) == {"champion": b, "previous": a}
+    expected = {"champion": b, "previous": a}
+    assert aliases(models_cli.client, models_cli.name) == expected
     code, shown, _ = models_cli.run("models", "rollback", "--reason", "odd", "--json")
     assert code == 0 and json.loads(shown) == {
         "model": models_cli.name,
@@ -142,7 +144,13 @@ def test_promote_and_rollback(models_cli):
     assert models_cli.run("models", "promote", b, "--params", "nowhere.yaml")[0] == 2
 
 
-@pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 6)])
+@pytest.mark.parametrize(
+    ("passed", "code"),
+    [
+        (True, 0),
+        (False, 6),
+    ],
+)
 def test_the_gates_exit_code_says_what_it_said(models_cli, monkeypatch, passed, code):
     asked = []
 
@@ -157,7 +165,9 @@ def test_the_gates_exit_code_says_what_it_said(models_cli, monkeypatch, passed, 
     assert f"nDCG@5\t{'pass' if passed else 'FAIL'}\t31 against 30" in shown
     assert "version 7 (no champion to compare with): " in shown and "outputs/gate.html" in shown
     got, shown, _ = models_cli.run("models", "gate", "--json")
-    assert got == code and json.loads(shown)["passed"] is passed and asked[-1] == "challenger"
+    assert got == code
+    assert json.loads(shown)["passed"] is passed
+    assert asked[-1] == "challenger"
 
 
 def test_an_unknown_metric_is_an_error_of_the_parameters(models_cli):

@@ -98,7 +98,8 @@ def run(environment: Path, folder: Path, *words: str, code: int = 0, seconds: in
 
 def test_the_wheel_takes_one_name_and_brings_a_project(environment: Path, tmp_path: Path) -> None:
     (packages,) = (environment / "lib").glob("python*/site-packages")
-    assert not (packages / "flows").exists() and (packages / "unidec" / "__init__.py").is_file()
+    assert not (packages / "flows").exists()
+    assert (packages / "unidec" / "__init__.py").is_file()
     said = run(
         environment, tmp_path, "unidec", "init", "shop", "--project", "--data-path", "data/raw/shop"
     )
@@ -157,6 +158,7 @@ def test_two_hundred_queries_train_in_a_project(
     assert (tmp_path / "dvc.lock").is_file() and (
         tmp_path / "outputs" / "bundle" / "manifest.json"
     ).is_file()
-    assert (tmp_path / ".prefect").is_dir() and (tmp_path / "mlflow" / "mlflow.db").is_file()
+    assert (tmp_path / ".prefect").is_dir()
+    assert (tmp_path / "mlflow" / "mlflow.db").is_file()
     assert "champion" in run(environment, tmp_path, "unidec", "models", "list")
     assert "up to date" in run(environment, tmp_path, "python", "-m", "dvc", "status")

@@ -112,12 +112,10 @@ def test_make_setup_ends_with_what_to_do_next(tmp_path: Path, variables: list[st
         and named[0] == ACTIVATE
         and (tmp_path / ACTIVATE.split()[1]).is_file()
     )
-    assert (
-        subprocess.run(
-            ["make", "-n", *named[1].split()[1:]], cwd=ROOT, capture_output=True, timeout=60
-        ).returncode
-        == 0
-    )
+    returncode = subprocess.run(
+        ["make", "-n", *named[1].split()[1:]], cwd=ROOT, capture_output=True, timeout=60
+    ).returncode
+    assert returncode == 0
     program = typer.main.get_command(cli.app)
     assert isinstance(program, typer.core.TyperGroup)
     name, subcommand, rest = program.resolve_command(
@@ -129,7 +127,11 @@ def test_make_setup_ends_with_what_to_do_next(tmp_path: Path, variables: list[st
 def test_init_and_ingest_read_the_example(tmp_path: Path) -> None:
     shutil.copy(ROOT / "params.yaml", tmp_path)
     shutil.copytree(ROOT / "data" / "examples", tmp_path / "data" / "examples")
-    for words in ([*shlex.split(one(" init "))[1:]], ["config", "check"], ["data", "ingest"]):
+    for words in (
+        [*shlex.split(one(" init "))[1:]],
+        ["config", "check"],
+        ["data", "ingest"],
+    ):
         subprocess.run(
             [sys.executable, "-m", "unidec.cli", *words],
             cwd=tmp_path,
@@ -140,7 +142,8 @@ def test_init_and_ingest_read_the_example(tmp_path: Path) -> None:
         )
     assert load_params(tmp_path / "params.yaml").data.path == "data/examples/debian"
     dataset = XMCDataset.open(tmp_path / "data" / "dataset")
-    assert len(dataset.rows("test")) > 100 and dataset.num_labels == 100
+    assert len(dataset.rows("test")) > 100
+    assert dataset.num_labels == 100
     files = [path for path in (ROOT / "data" / "examples").rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 200_000
 
@@ -185,7 +188,8 @@ def test_from_a_clean_clone_to_a_served_champion(tmp_path: Path) -> None:
     )
     try:
         answer = ask(f"http://127.0.0.1:{port}/predict", shlex.split(one('predict "'))[2])
-        assert answer["model"]["version"] == "1" and len(answer["predictions"][0]["labels"]) == 5
+        assert answer["model"]["version"] == "1"
+        assert len(answer["predictions"][0]["labels"]) == 5
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(60)

@@ -127,16 +127,20 @@ def test_figures_are_those_of_the_predictions(project: SimpleNamespace, name: st
     rows = dataset.rows("test")
     truth = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows]).toarray()
     filtered = dataset.filter_pairs[rows].toarray() > 0
-    assert labels.shape == (40, 100) and labels.dtype == np.int32
+    assert labels.shape == (40, 100)
+    assert labels.dtype == np.int32
     first = recall = 0.0
     for i, row in enumerate(labels):
         found = [label for label in row if label >= 0]
-        assert not filtered[i, found].any() and len(set(found)) == len(found) > 0
+        assert not filtered[i, found].any()
+        assert len(set(found)) == len(found) > 0
         first += bool(truth[i, found[0]])
         recall += truth[i, found[:10]].sum() / max(truth[i].sum(), 1)
-    assert made["metrics"]["P@1"] == pytest.approx(100 * first / 40)
+    expected = 100 * first / 40
+    assert made["metrics"]["P@1"] == pytest.approx(expected)
     assert made["metrics"]["R@10"] == pytest.approx(100 * recall / 40)
-    assert made["dataset"]["test queries"] == 40 and made["lineage"]["threads"] >= "1"
+    assert made["dataset"]["test queries"] == 40
+    assert made["lineage"]["threads"] >= "1"
     assert ("P@1" in made["validation"]) == (name != "kNN")
 
 
@@ -158,7 +162,8 @@ def test_costs(project: SimpleNamespace) -> None:
         assert [line["epoch"] for line in made["curve"]] == [2]
     assert both["costs"]["parameters"] - first["costs"]["parameters"] == 32 * 16 + 16 + 40 * 16
     assert served["curve"] == [] and "train_seconds" not in served["costs"]  # it trained nothing
-    assert knn["costs"]["train_seconds"] > 0 and knn["costs"]["peak_memory_bytes"] > 0
+    assert knn["costs"]["train_seconds"] > 0
+    assert knn["costs"]["peak_memory_bytes"] > 0
     # the served head's figures are those that the evaluation of both heads has for it
     parts = json.loads(
         (cell_folder(project, "both heads") / "outputs" / "metrics.json").read_text()
@@ -177,7 +182,8 @@ def test_only_what_is_needed_is_kept(project: SimpleNamespace) -> None:
         model = (folder / "outputs" / "model" / "manifest.json").is_file()
         assert model == (name in ("first", "both heads")), name  # others start from it, or serve it
         links = [path for path in folder.rglob("*") if path.is_symlink()]
-        assert len(links) >= 4 and not any(os.readlink(path).startswith("/") for path in links)
+        assert len(links) >= 4
+        assert not any(os.readlink(path).startswith("/") for path in links)
         assert all(path.exists() for path in links if name != "served" or path.name != "model")
     assert (cell_folder(project, "second") / "data" / "label_graph" / "manifest.json").is_file()
 
@@ -200,7 +206,8 @@ def test_runs_of_mlflow(project: SimpleNamespace) -> None:
         made = result(project, name)
         run = client.get_run(made["mlflow_run"])
         assert run.info.status == "FINISHED"
-        assert run.data.metrics["test/P_at_1"] == pytest.approx(made["metrics"]["P@1"])
+        expected = made["metrics"]["P@1"]
+        assert run.data.metrics["test/P_at_1"] == pytest.approx(expected)
 
 
 # -- the page's input
@@ -211,7 +218,8 @@ def test_page_input(project: SimpleNamespace) -> None:
     found = results.gather(project.comparison)
     tests = results.contrasts(project.comparison, found)
     page = results.page_input(project.comparison, found, tests)
-    assert [entry.name for entry in page.cells] == list(ORDER) and not page.failures
+    assert [entry.name for entry in page.cells] == list(ORDER)
+    assert not page.failures
     kinds = {entry.name: entry.kind for entry in page.cells}
     assert kinds == dict.fromkeys(ORDER, "recipe") | {"kNN": "peer"}
     cells = {entry.name: entry for entry in page.cells}
@@ -224,7 +232,8 @@ def test_page_input(project: SimpleNamespace) -> None:
     own, before = (result(project, name)["costs"] for name in ("second", "first"))
     costs = cells["second"].runs[0].costs
     for name in ("train_seconds", "refresh_seconds", "total_seconds"):
-        assert costs[name] == pytest.approx(own[name] + before[name])
+        expected = own[name] + before[name]
+        assert costs[name] == pytest.approx(expected)
     first_line = (
         cells["second"].runs[0].curve[0]["train_seconds"]
         - result(project, "second")["curve"][0]["train_seconds"]
@@ -237,9 +246,11 @@ def test_page_input(project: SimpleNamespace) -> None:
     difference = (
         result(project, "first")["metrics"]["P@1"] - result(project, "kNN")["metrics"]["P@1"]
     )
-    assert value.difference == pytest.approx(difference) and 0 < value.p_adjusted <= 1
+    assert value.difference == pytest.approx(difference)
+    assert 0 < value.p_adjusted <= 1
     columns, *rows = results.table(project.comparison)
-    assert [row[1] for row in rows] == list(ORDER) and len(columns) == len(rows[0])
+    assert [row[1] for row in rows] == list(ORDER)
+    assert len(columns) == len(rows[0])
 
 
 def test_a_data_set_that_was_not_started_is_only_named(project: SimpleNamespace) -> None:
@@ -248,44 +259,47 @@ def test_a_data_set_that_was_not_started_is_only_named(project: SimpleNamespace)
     (project.folder / "two.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     comparison = load_comparison(project.folder / "two.yaml", {}, project.folder / "ws")
     page = results.page_input(comparison, results.gather(comparison), {})
-    assert [task.name for task in page.tasks] == ["d"] and {entry.task for entry in page.cells} == {
-        "d"
-    }
+    assert [task.name for task in page.tasks] == ["d"]
+    assert {entry.task for entry in page.cells} == {"d"}
     assert not page.failures and "Not run yet: e." in page.notes
     failed = comparison.steps["e/first/0"]
     failed.folder.mkdir(parents=True)
     write_json(failed.folder / "failure.json", {"what": "no memory"})
     page = results.page_input(comparison, results.gather(comparison), {})
-    assert [task.name for task in page.tasks] == ["d", "e"] and "Not run yet: e." not in page.notes
-    assert {(entry["cell"], entry["state"]) for entry in page.failures} == {
+    assert [task.name for task in page.tasks] == ["d", "e"]
+    assert "Not run yet: e." not in page.notes
+    expected = {
         ("first", "failed"),
         *((name, "not run") for name in ORDER if name != "first"),
     }
+    assert {(entry["cell"], entry["state"]) for entry in page.failures} == expected
 
 
 def test_the_page_is_written(project: SimpleNamespace, tmp_path: Path) -> None:
     page = results.write_report(project.comparison)
     text = page.read_text()
-    assert "Tiny" in text and all(name in text for name in ORDER)
+    assert "Tiny" in text
+    assert all(name in text for name in ORDER)
 
 
 def test_the_figures_beside_the_page(project: SimpleNamespace) -> None:
     found = json.loads(
         (results.write_report(project.comparison).parent / "results.json").read_text()
     )
-    assert [entry["cell"] for entry in found["cells"]] == list(ORDER) and not found["failures"]
+    assert [entry["cell"] for entry in found["cells"]] == list(ORDER)
+    assert not found["failures"]
     cells = {entry["cell"]: entry for entry in found["cells"]}
     for name, entry in cells.items():
         own = result(project, name)
-        assert entry["metrics"] == {
-            metric: [round(value, 3), None] for metric, value in own["metrics"].items()
-        }
-        assert len(entry["curve"]) == len(own["curve"]) and entry["seeds"] == [0]
+        metrics = entry["metrics"]
+        expected = {metric: [round(value, 3), None] for metric, value in own["metrics"].items()}
+        assert metrics == expected
+        assert len(entry["curve"]) == len(own["curve"])
+        assert entry["seeds"] == [0]
     minutes, percent = cells["first"]["curve"][-1]
     last = result(project, "first")["curve"][-1]
-    assert minutes == round(last["work_seconds"] / 60, 3) and percent == round(
-        last["validation"]["nDCG@5"], 3
-    )
+    assert minutes == round(last["work_seconds"] / 60, 3)
+    assert percent == round(last["validation"]["nDCG@5"], 3)
     tests = results.contrasts(project.comparison, results.gather(project.comparison))["d"]
     assert [round(test.p_adjusted, 5) for test in tests] == [test["p"] for test in found["tests"]]
 
@@ -362,7 +376,8 @@ def test_figures_for_dvc(project: SimpleNamespace, tmp_path: Path) -> None:
     results.write_metrics(tmp_path / "figures" / "knn.json", project.steps["d/kNN/0"])
     figures = json.loads((tmp_path / "figures" / "knn.json").read_text())
     assert figures["run"] == "d/kNN/0"
-    assert figures["P_at_1"] == pytest.approx(result(project, "kNN")["metrics"]["P@1"], abs=1e-3)
+    expected = result(project, "kNN")["metrics"]["P@1"]
+    assert figures["P_at_1"] == pytest.approx(expected, abs=1e-3)
 
 
 # -- what goes wrong
@@ -394,7 +409,8 @@ def test_cut_off_after_training_it_resumes_there(
         patch.setattr(pipeline, "index", broken)
         assert make(again.folder, again.first) == 5
     assert "the disk is full" in again.first.failure()
-    assert list(folder.glob("runs/*/checkpoints/*")) and not again.first.is_done()
+    assert list(folder.glob("runs/*/checkpoints/*"))
+    assert not again.first.is_done()
     # it is trained already
     monkeypatch.setattr("unidec.training.trainer.Trainer.train_round", None)
     assert make(again.folder, again.first) == 0
@@ -412,8 +428,11 @@ def test_by_other_code_it_is_rebuilt(again: SimpleNamespace) -> None:
     assert result.stat().st_mtime_ns == written
     left.write_text("of the first")
     other = dataclasses.replace(again.first, spec={**again.first.spec, "code": "other"})
-    assert not other.is_done() and make(again.folder, other) == 0
-    assert result.stat().st_mtime_ns != written and not left.exists() and other.is_done()
+    assert not other.is_done()
+    assert make(again.folder, other) == 0
+    assert result.stat().st_mtime_ns != written
+    assert not left.exists()
+    assert other.is_done()
 
 
 def test_results_of_other_code_are_kept_on_request(again: SimpleNamespace) -> None:
@@ -441,10 +460,9 @@ def test_a_slice_of_the_data(again: SimpleNamespace) -> None:
     )
     (again.folder / "c.yaml").write_text(text)
     data, _ = opened(again.folder).steps.values()
-    assert data.folder != again.data.folder and make(again.folder, data) == 0
+    assert data.folder != again.data.folder
+    assert make(again.folder, data) == 0
     dataset = XMCDataset.open(data.folder / "data" / "dataset")
-    assert (
-        len(dataset.rows("test")) == 7
-        and len(dataset.rows("train")) + len(dataset.rows("validation")) == 50
-    )
+    assert len(dataset.rows("test")) == 7
+    assert len(dataset.rows("train")) + len(dataset.rows("validation")) == 50
     assert (np.diff(dataset.relevance.tocsc().indptr) > 0).all()  # only labels that the slice knows

@@ -49,19 +49,19 @@ def test_every_recipe_cell_is_searched_from_itself_on_the_tuning_data(write: Wri
     comparison = load_comparison(path, tune=True)
     jobs = comparison.jobs
     assert list(jobs) == ["part/first/4", "part/second/4", "part/third/4"]
-    assert {job.kind for job in jobs.values()} == {"trial"} and jobs[
-        "part/first/4"
-    ].params.optim.epochs == 2
-    assert jobs["part/first/4"].ranges == {"lr": {"low": 0.5, "high": 4}, "loss.margin": [0.3, 0.5]}
+    assert {job.kind for job in jobs.values()} == {"trial"}
+    assert jobs["part/first/4"].params.optim.epochs == 2
+    expected = {"lr": {"low": 0.5, "high": 4}, "loss.margin": [0.3, 0.5]}
+    assert jobs["part/first/4"].ranges == expected
     assert jobs["part/third/4"].ranges == jobs["part/second/4"].ranges
     # a second stage starts from the first one as it is, which is kept for that
-    assert {job.needs for job in jobs.values() if job.cell != "first"} == {"part/first/4"}
+    needs = {job.needs for job in jobs.values() if job.cell != "first"}
+    assert needs == {"part/first/4"}
     assert [key for key in jobs if comparison.steps[key].spec["keep"]] == ["part/first/4"]
     assert len({comparison.steps[key].folder for key in jobs}) == len(jobs)
     assert [s.name for s in select(comparison, ["second"])[1:]] == ["part/first/4", "part/second/4"]
-    assert matching(comparison, ["second"]) == {"part/second/4"} and matching(
-        comparison, []
-    ) == set(jobs)
+    assert matching(comparison, ["second"]) == {"part/second/4"}
+    assert matching(comparison, []) == set(jobs)
 
 
 def test_what_a_trial_changes(write: Write) -> None:
@@ -70,7 +70,8 @@ def test_what_a_trial_changes(write: Write) -> None:
     of_recipe = load_params(write("recipe: ngame-classifier\n", "params.yaml")).optim
     tripled = applied(comparison.jobs["part/third/4"].params, {"lr": 3, "pool.eta": 1})
     for name in ("lr_encoder", "lr_bag", "lr_heads", "lr_clf"):
-        assert getattr(tripled.optim, name) == pytest.approx(3 * getattr(of_recipe, name))
+        expected = 3 * getattr(of_recipe, name)
+        assert getattr(tripled.optim, name) == pytest.approx(expected)
     assert (tripled.pool.eta, tripled.model.dropout) == (1, 0.2)
     overrides = {"optim.lr_bag": 0.5, "pool.eta": 2}
     given = load_comparison(path, overrides, tune=True)
@@ -96,18 +97,21 @@ def test_the_best_trial_is_chosen_and_applied(write: Write) -> None:
         "second": {"lr": 3, "pool.eta": 1},
         "third": {"lr": 2},
     }
-    assert written["first"]["trials"] == {"as it is": 10.0, "loss.margin=0.5": 11.0, "lr=2": None}
+    expected = {"as it is": 10.0, "loss.margin=0.5": 11.0, "lr=2": None}
+    assert written["first"]["trials"] == expected
     assert written["second"]["trials"] == {"as it is": 10.0, "lr=2": 12.4, "lr=3, pool.eta=1": 12.5}
     plain = load_comparison(path)
     assert not any(job.data == "part" for job in plain.jobs.values())
     second, third, votes = (plain.jobs[f"d/{cell}/5"] for cell in ("second", "third", "votes"))
-    assert (second.params.pool.eta, third.params.pool.eta) == (1, 6)
+    assert second.params.pool.eta == 1
+    assert third.params.pool.eta == 6
     assert second.params.optim.lr_clf == pytest.approx(
         3 * 3e-3
     ) and third.params.optim.lr_clf == pytest.approx(6e-3)
     assert second.settings == {"after": "first", "tuned": "lr=3, pool.eta=1"}
     # the same model's
-    assert votes.params.optim == second.params.optim and votes.params.pool == second.params.pool
+    assert votes.params.optim == second.params.optim
+    assert votes.params.pool == second.params.pool
     assert (
         plain.jobs["d/first/4"].params.pool.beta == 2
         and plain.jobs["d/first/4"].params.loss.margin == 0.5
@@ -123,7 +127,8 @@ def test_a_part_is_tuned_and_the_rest_stays(write: Write) -> None:
         load_comparison(path)
     write_chosen(path, file, {"second": [({}, 10.0), ({"lr": 3}, 20.0)]})
     written = yaml.safe_load(Path("chosen.yaml").read_text())
-    assert [written[cell]["set"] for cell in ("first", "second", "third")] == [
+    sets = [written[cell]["set"] for cell in ("first", "second", "third")]
+    assert sets == [
         {},
         {"lr": 3},
         {"lr": 2},

@@ -94,14 +94,15 @@ def test_from_nothing_to_a_report(
     assert "kNN" in page and "depsl" in page  # what did not run is named too
     figures = json.loads((project / "figures" / "knn.json").read_text())
     result = json.loads(next(workspace.glob("cells/d/knn/0-*/result.json")).read_text())
-    assert figures["run"] == "d/kNN/0" and figures["P_at_1"] == pytest.approx(
-        result["metrics"]["P@1"], abs=1e-3
-    )
+    assert figures["run"] == "d/kNN/0"
+    expected = result["metrics"]["P@1"]
+    assert figures["P_at_1"] == pytest.approx(expected, abs=1e-3)
 
     from mlflow import MlflowClient
 
     run = MlflowClient(f"sqlite:///{project}/mlflow.db").get_run(result["mlflow_run"])
-    assert run.info.run_name == "d/kNN/0" and run.data.tags["comparison"] == "tiny"
+    assert run.info.run_name == "d/kNN/0"
+    assert run.data.tags["comparison"] == "tiny"
 
     assert done() == ["d/kNN/0"]
     (workspace / "report.html").unlink()
@@ -117,7 +118,9 @@ def test_from_nothing_to_a_report(
         "report": str(workspace.relative_to(project) / "report.html")
     }
     page = (workspace / "report.html").read_text()
-    assert "kNN" in page and "depsl" in page and done() == ["d/kNN/0"]
+    assert "kNN" in page
+    assert "depsl" in page
+    assert done() == ["d/kNN/0"]
     # what fails is named, and the exit code reports it; the rest is there all the same
     place = next(workspace.glob("cells/d/knn/0-*"))
     (workspace / "cells/d/mix").write_text("a file where a folder should be")
@@ -182,23 +185,26 @@ def test_tuned_then_compared(project: Path, capfd: pytest.CaptureFixture[str]) -
     reached = [
         json.loads(file.read_text())["curve"][-1]["validation"]["nDCG@5"] for file in results
     ]
-    assert sorted(reached) == pytest.approx(sorted(figures.values()), abs=1e-3)
+    expected = sorted(figures.values())
+    assert sorted(reached) == pytest.approx(expected, abs=1e-3)
     table = (project / "runs/compare/tiny/tuning/depsl/trials.md").read_text()
     assert table.count("| trained |") == 2
     before = [file.stat().st_mtime_ns for file in results]
     again = unidec("--tune", *short)
     assert again.returncode == 0, again.stderr
-    assert yaml.safe_load((project / "tuned/c.yaml").read_text())["depsl"] == entry
+    depsl = yaml.safe_load((project / "tuned/c.yaml").read_text())["depsl"]
+    assert depsl == entry
     assert [file.stat().st_mtime_ns for file in results] == before
     made = unidec("--only", "depsl", *short)
     assert made.returncode == 0, made.stderr
     page = (project / "runs/compare/tiny/report.html").read_text()
-    assert "2 trials" in page and f"tuned {'lr=30' if entry['set'] else 'as it is'}" in page
+    assert "2 trials" in page
+    assert f"tuned {'lr=30' if entry['set'] else 'as it is'}" in page
 
 
 @pytest.mark.slow  # test_cell.py has its quick form
 def test_terminated_and_started_again(project: Path) -> None:
-    """SIGTERM to the comparison ends the training with a checkpoint; the same command goes on from
+    """SIGTERM to the comparison ends the training with a checkpoint; the same command resumes from
     it.
     """
     command = [sys.executable, "-m", "unidec.cli", "compare", "c.yaml", "--only", "depsl"]
@@ -214,9 +220,11 @@ def test_terminated_and_started_again(project: Path) -> None:
     (run,) = cells.glob("0-*/runs/*/rounds.jsonl")
     folder = run.parents[2]
     before = (run.parent / "rounds.jsonl").read_text().splitlines()
-    assert 0 < len(before) < 20 and not (folder / "result.json").exists()
+    assert 0 < len(before) < 20
+    assert not (folder / "result.json").exists()
     again = unidec("--only", "depsl")
     assert again.returncode == 0, again.stderr
     after = (run.parent / "rounds.jsonl").read_text().splitlines()
-    assert len(after) == 20 and after[: len(before)] == before
+    assert len(after) == 20
+    assert after[: len(before)] == before
     assert "resumes after epoch" in (folder / "log.txt").read_text()

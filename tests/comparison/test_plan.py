@@ -1,6 +1,4 @@
-"""Comparison files: what is wrong with one is told at once; what is right becomes jobs in an order
-that works.
-"""
+"""Comparison files: errors are reported at once; what is right becomes jobs in a good order."""
 
 from __future__ import annotations
 
@@ -98,7 +96,9 @@ def test_jobs_have_the_recipes_values_under_common_data_and_cell(write: Write) -
     assert comparison.jobs["long/two/5"].params.model_dump() == expected
     assert comparison.jobs["long/two/5"].settings == {"pool.beta": 2, "model.dim": 64}
     peer = comparison.jobs["short/kNN/3"]
-    assert (peer.kind, peer.peer, peer.params.optim.epochs) == ("peer", "knn", 9)
+    assert peer.kind == "peer"
+    assert peer.peer == "knn"
+    assert peer.params.optim.epochs == 9
 
 
 def test_what_a_cell_needs_comes_before_it(write: Write) -> None:
@@ -325,10 +325,12 @@ def test_an_optional_data_set_is_skipped_where_its_folder_is_missing(
 ) -> None:
     cells = "cells:\n  a: {recipe: depsl}\n"
     comparison = load_comparison(write(HEAD + "  e: {path: nowhere, optional: true}\n" + cells))
-    assert {job.data for job in comparison.jobs.values()} == set(comparison.file.data) == {"d"}
+    assert {job.data for job in comparison.jobs.values()} == {"d"}
+    assert set(comparison.file.data) == {"d"}
     assert "data set e is skipped: no folder nowhere" in caplog.text
     Path("nowhere").mkdir()
-    assert {job.data for job in load_comparison("comparison.yaml").jobs.values()} == {"d", "e"}
+    data_sets = {job.data for job in load_comparison("comparison.yaml").jobs.values()}
+    assert data_sets == {"d", "e"}
     path = write("name: t\ndata:\n  d: {path: missing, optional: true}\n" + cells)
     with pytest.raises(ConfigError, match=r"no data set of this comparison exists[\s\S]*got: d"):
         load_comparison(path)
@@ -349,7 +351,9 @@ def test_shipped_comparisons_are_valid(
     comparison = load_comparison(
         path, tune="tuning" in yaml.safe_load(path.read_text())
     )  # what was chosen may be of other trials
-    assert comparison.file.name == path.stem and comparison.file.title and comparison.file.about
+    assert comparison.file.name == path.stem
+    assert comparison.file.title
+    assert comparison.file.about
     defaults = Params().model_dump()
     assert all(j.params.model_dump() != defaults for j in comparison.jobs.values())
     used = {job.cell for job in comparison.jobs.values()}

@@ -66,7 +66,11 @@ class Trainings:
     def __call__(self, step: Step, environment: dict[str, str], stopping: threading.Event) -> None:
         self.tags.append(json.loads(environment["UNIDEC_RUN_TAGS"]))
         step.folder.mkdir(parents=True, exist_ok=True)
-        result = {"name": step.name, "code": step.spec["code"], "curve": []}
+        result = {
+            "name": step.name,
+            "code": step.spec["code"],
+            "curve": [],
+        }
         if step.spec["kind"] == "data":
             (step.folder / "data").mkdir()
             (step.folder / "data" / "dataset").symlink_to(self.dataset.path)
@@ -145,8 +149,10 @@ def test_a_search_finds_the_better_parameters_also_after_a_stop(
     trainings.trained = []
     tried = [quality_of(params, settings) for settings in whole]
     assert len(tried) == 13 and whole[0] == (0.01, 0.1, 2)  # first the parameters as they are
-    assert found.metric == pytest.approx(max(tried)) and found.metric > tried[0]
-    assert tuple(found.settings.values()) == whole[found.trial] and found.trials == 13
+    assert found.metric == pytest.approx(max(tried))
+    assert found.metric > tried[0]
+    assert tuple(found.settings.values()) == whole[found.trial]
+    assert found.trials == 13
     head, *rows = table("whole")
     assert head == [
         "trial",
@@ -157,13 +163,14 @@ def test_a_search_finds_the_better_parameters_also_after_a_stop(
         "model.dropout",
         "pool.beta",
     ]
-    assert [row[0] for row in rows] == [str(number) for number in range(13)]
-    assert rows[found.trial][1] == "trained" and float(rows[found.trial][2]) == pytest.approx(
-        found.metric, abs=0.01
-    )
+    expected = [str(number) for number in range(13)]
+    assert [row[0] for row in rows] == expected
+    assert rows[found.trial][1] == "trained"
+    assert float(rows[found.trial][2]) == pytest.approx(found.metric, abs=0.01)
     # the median rule begins after five trainings, and never ends the best one
     pruned = [row for row in rows if row[1] == "pruned after round 1"]
-    assert pruned and all(int(row[0]) >= 5 and row[3] == "2" for row in pruned)
+    assert pruned
+    assert all(int(row[0]) >= 5 and row[3] == "2" for row in pruned)
     assert {row[1] for row in rows} == {"trained", "pruned after round 1"}
     # theirs are of no more use
     assert len(list(Path("whole").rglob("checkpoints"))) == 13 - len(pruned)
@@ -179,7 +186,8 @@ def test_a_search_finds_the_better_parameters_also_after_a_stop(
     tune.tune(params, "space.yaml", 12)
     assert len(trainings.trained) == 13  # all are there: none is trained
     tune.tune(params, "space.yaml", 13)
-    assert trainings.trained[13:] == whole[12:] and table() == table("whole")
+    assert trainings.trained[13:] == whole[12:]
+    assert table() == table("whole")
 
 
 def quality_of(params: Params, settings: tuple[float, float, int]) -> float:
@@ -199,9 +207,11 @@ def test_best_yaml_is_a_parameter_file_written_once_a_trial(
         lambda search, asked: written.append(write(search, asked)) or written[-1],
     )
     found = tune.tune(params, "space.yaml", 3)
-    assert len(written) == 3 and found == written[-1]
+    assert len(written) == 3
+    assert found == written[-1]
     # nothing is left to try
-    assert tune.tune(params, "space.yaml", 3) == found and len(written) == 4
+    assert tune.tune(params, "space.yaml", 3) == found
+    assert len(written) == 4
     best = load_params(found.best)
     expected = params.model_dump(exclude={"recipe"})
     for key, value in found.settings.items():
@@ -219,7 +229,8 @@ def test_another_seed_draws_other_trials(params: Params, trainings: Trainings) -
     tune.tune(params.model_copy(update={"seed": params.seed + 1}), "space.yaml", 2, folder="two")
     first = trainings.trained[:2]
     second = trainings.trained[2:]
-    assert first[0] == second[0] and not set(first[1:]) & set(second[1:])
+    assert first[0] == second[0]
+    assert not set(first[1:]) & set(second[1:])
 
 
 def test_a_trial_that_fails_is_noted_and_the_first_one_ends_the_search(
@@ -229,9 +240,8 @@ def test_a_trial_that_fails_is_noted_and_the_first_one_ends_the_search(
     found = tune.tune(params, "space.yaml", 6)
     rows = table()[1:]
     failed = [row for row in rows if row[-1] == "3"]
-    assert failed and all(
-        "failed: " in row[1] and "not finite" in row[1] and not row[2] for row in failed
-    )
+    assert failed
+    assert all("failed: " in row[1] and "not finite" in row[1] and not row[2] for row in failed)
     assert found.settings["pool.beta"] != 3
     trainings.fails = lambda tried: True
     with pytest.raises(TrainingError, match="not finite"):
@@ -249,7 +259,8 @@ def test_settings_in_conflict_are_a_failed_trial(params: Params, trainings: Trai
     loss = params.loss.model_copy(update={"clf": "softtopk", "clf_forward": 1.0, "clf_bce": 0.0})
     tune.tune(params.model_copy(update={"loss": loss}), "space.yaml", 8)
     failed = [row for row in table()[1:] if row[1].startswith("failed")]
-    assert failed and all(row[4:] == ["50", "40"] for row in failed)
+    assert failed
+    assert all(row[4:] == ["50", "40"] for row in failed)
 
 
 def test_each_trial_is_a_run_below_the_searchs(
@@ -264,9 +275,11 @@ def test_each_trial_is_a_run_below_the_searchs(
     experiment = client.get_experiment_by_name("unidec-tune")
     assert experiment is not None
     (parent,) = client.search_runs([experiment.experiment_id])
-    assert parent.info.status == "FINISHED" and "(1, 2, 3)" in parent.data.params["pool.beta"]
+    assert parent.info.status == "FINISHED"
+    assert "(1, 2, 3)" in parent.data.params["pool.beta"]
     assert parent.data.metrics["best/nDCG_at_5"] == pytest.approx(found.metric)
-    assert {item.path for item in client.list_artifacts(parent.info.run_id)} == {
+    paths = {item.path for item in client.list_artifacts(parent.info.run_id)}
+    assert paths == {
         "best.yaml",
         "trials.md",
     }
@@ -298,8 +311,10 @@ def test_the_search_of_a_comparisons_cell(params: Params, trainings: Trainings) 
     assert len(table("runs/compare/t/tuning/b")) == 1 + 1
     trainings.stop_at = 0
     found = tune.tune_cell(subject, 4, threading.Event())
-    assert trainings.trained[2] == trainings.trained[3] and len(trainings.trained) == 1 + 4 + 1
-    assert found[0] == ({}, pytest.approx(quality(subject.job.params, EPOCHS))) and len(found) == 4
+    assert trainings.trained[2] == trainings.trained[3]
+    assert len(trainings.trained) == 1 + 4 + 1
+    assert found[0] == ({}, pytest.approx(quality(subject.job.params, EPOCHS)))
+    assert len(found) == 4
     assert all(changed.keys() <= {"pool.beta", "lr"} for changed, _ in found)
     assert {tags["comparison"] for tags in trainings.tags} == {"t"}
     again = tune.tune_cell(subject, 4, threading.Event())
@@ -320,7 +335,8 @@ def test_a_folder_of_another_search(params: Params, trainings: Trainings) -> Non
     Path("space.yaml").write_text("pool.beta: [1, 2]\n")
     with pytest.raises(ConfigError, match="folder of another search") as error:
         tune.tune(params, "space.yaml", 1, folder="taken")
-    assert "ranges" in str(error.value) and "--out" in str(error.value)
+    assert "ranges" in str(error.value)
+    assert "--out" in str(error.value)
     assert len(trainings.trained) == 1
 
 
@@ -409,10 +425,8 @@ def test_real_trainings(project: Params, tmp_path: Path, monkeypatch: pytest.Mon
         json.loads(file.read_text())
         for file in (tmp_path / "search").glob("cells/raw/trial/*/result.json")
     ]
-    assert (
-        len(results) == 3
-        and max(one["curve"][-1]["validation"]["R@10"] for one in results) == found.metric
-    )
+    assert len(results) == 3
+    assert max(one["curve"][-1]["validation"]["R@10"] for one in results) == found.metric
     assert all(
         "metrics" not in one and [line["epoch"] for line in one["curve"]] == [1, 2]
         for one in results
@@ -446,7 +460,13 @@ def test_the_command_killed_and_started_again(project: Params) -> None:
         "pool.refresh=1",
     ]
     trial = "runs/tune/space/cells/raw/trial"
-    for number, (how, code) in enumerate([(signal.SIGKILL, -9), (signal.SIGTERM, 143)], 1):
+    for number, (how, code) in enumerate(
+        [
+            (signal.SIGKILL, -9),
+            (signal.SIGTERM, 143),
+        ],
+        1,
+    ):
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -461,11 +481,11 @@ def test_the_command_killed_and_started_again(project: Params) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     logs = [log.read_text() for log in Path().glob(f"{trial}/*/log.txt")]
-    assert len(logs) == 3 and sum("resumes after epoch" in log for log in logs) >= 1
+    assert len(logs) == 3
+    assert sum("resumes after epoch" in log for log in logs) >= 1
     assert [row[1] for row in table()[1:]] == ["trained"] * 3
     for file in Path().glob(f"{trial}/*/runs/*/rounds.jsonl"):
-        assert [json.loads(line)["epoch"] for line in file.read_text().splitlines()] == list(
-            range(1, 21)
-        )
+        epochs = [json.loads(line)["epoch"] for line in file.read_text().splitlines()]
+        assert epochs == list(range(1, 21))
     best = yaml.safe_load(Path("runs/tune/space/best.yaml").read_text())
     assert best["optim"]["epochs"] == 20

@@ -98,7 +98,8 @@ def test_all_that_is_wrong_is_told_together(params: Params) -> None:
         "optim.lr_bagg: [1, 2]\npool.eta: {low: 4, high: 1}\npool.beta: [1, 2]\nloss.de: [x, y]\n",
         params,
     )
-    assert "3 problems" in text and all(f"(line {line})" in text for line in (1, 2, 4))
+    assert "3 problems" in text
+    assert all(f"(line {line})" in text for line in (1, 2, 4))
 
 
 def test_no_file_and_nothing_in_it(params: Params) -> None:

@@ -22,7 +22,8 @@ def test_pieces_give_the_bytes_of_the_whole(tmp_path, dtype, sizes):
 def test_a_piece_may_have_gaps_in_memory(tmp_path):
     with array_file.growing_array(tmp_path / "x.npy", np.int32) as add:
         add(np.arange(10, dtype=np.int32)[::3])
-    assert np.load(tmp_path / "x.npy").tolist() == [0, 3, 6, 9]
+    expected = [0, 3, 6, 9]
+    assert np.load(tmp_path / "x.npy").tolist() == expected
 
 
 def test_a_failure_closes_the_file_and_passes_on(tmp_path):

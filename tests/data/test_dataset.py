@@ -44,7 +44,9 @@ def families(pairs: np.ndarray) -> list[set[int]]:
 
 def test_gives_back_texts_pairs_and_uids(tiny_raw: RawData, tiny_dataset: XMCDataset) -> None:
     d = tiny_dataset
-    assert (d.num_queries, d.num_labels, d.name) == (60, 40, "tiny")
+    assert d.num_queries == 60
+    assert d.num_labels == 40
+    assert d.name == "tiny"
     queries = [row for split in ("train", "test") for row in tiny_raw.queries[split].to_pylist()]
     assert d.query_uids() == [row["uid"] for row in queries]
     assert d.query_texts() == [row["title"] for row in queries]
@@ -53,7 +55,10 @@ def test_gives_back_texts_pairs_and_uids(tiny_raw: RawData, tiny_dataset: XMCDat
     ]
     assert d.label_texts(np.array([3])) == [tiny_raw.labels.to_pylist()[3]["title"]]
     assert d.label_uids([1]) == ["label-1"]
-    for which, texts in (("queries", d.query_texts()), ("labels", d.label_texts())):
+    for which, texts in (
+        ("queries", d.query_texts()),
+        ("labels", d.label_texts()),
+    ):
         batches = list(d.text_batches(which, "title", 7))
         assert [len(batch) for batch in batches[:-1]] == [7] * (len(batches) - 1)
         assert [text for batch in batches for text in batch] == texts
@@ -61,8 +66,10 @@ def test_gives_back_texts_pairs_and_uids(tiny_raw: RawData, tiny_dataset: XMCDat
     np.testing.assert_array_equal(d.relevance.toarray(), both)
     filtered = np.vstack([tiny_raw.filter_pairs[s].toarray() for s in ("train", "test")])
     np.testing.assert_array_equal(d.filter_pairs.toarray(), filtered)
-    assert d.relevance.dtype == np.float32 and d.filter_pairs.dtype == bool
-    assert not d.relevance.data.flags.writeable and not d.relevance.indices.flags.writeable
+    assert d.relevance.dtype == np.float32
+    assert d.filter_pairs.dtype == bool
+    assert not d.relevance.data.flags.writeable
+    assert not d.relevance.indices.flags.writeable
     with pytest.raises(ValueError, match="text must be"):
         d.query_texts([0], "body")  # type: ignore[arg-type]
 
@@ -98,7 +105,13 @@ def test_rebuild_is_byte_identical_whatever_the_chunks(
     tiny_raw: RawData, tiny_dataset: XMCDataset, tmp_path: Path
 ) -> None:
     def rechunk(table: pa.Table) -> pa.Table:
-        return pa.concat_tables([table.slice(0, 3), table.slice(3, 11), table.slice(14)])
+        return pa.concat_tables(
+            [
+                table.slice(0, 3),
+                table.slice(3, 11),
+                table.slice(14),
+            ]
+        )
 
     queries = {split: rechunk(table) for split, table in tiny_raw.queries.items()}
     again = write_dataset(tmp_path / "d", replace(tiny_raw, queries=queries), validation_share=0.1)
@@ -162,7 +175,8 @@ def test_hold_out_against_families_found_slowly(
     text_of = np.random.default_rng(seed + 1).integers(0, 2 * rows + 1, rows)
     queries = text_table([f"u{row}" for row in range(rows)], [f"text {text}" for text in text_of])
     held = hold_out(queries, csr_matrix(pairs), share, seed)
-    np.testing.assert_array_equal(held, hold_out(queries, csr_matrix(pairs), share, seed))
+    expected = hold_out(queries, csr_matrix(pairs), share, seed)
+    np.testing.assert_array_equal(held, expected)
     has_text = text_of[:, None] == np.arange(2 * rows + 1)
     groups = families(np.hstack([pairs, has_text]))
     for group in groups:
@@ -210,7 +224,14 @@ def test_slices_keep_the_labels_that_occur(slice_raw: RawData) -> None:
     assert [again.labels["uid"][i].as_py() for i in again.relevance["train"][0].indices] == names
 
 
-@pytest.mark.parametrize("sizes", [(1, 0, 1), (2, 1, 1), (3, 2, 5)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 0, 1),
+        (2, 1, 1),
+        (3, 2, 5),
+    ],
+)
 def test_the_smallest_data_is_legal(
     tmp_path: Path, raw_factory: Callable[..., RawData], sizes: tuple
 ) -> None:
@@ -246,9 +267,14 @@ def test_a_text_that_occurs_twice_is_in_one_split(tmp_path: Path) -> None:
     """Otherwise a random test split would consist of training queries."""
     rows = [{"id": str(row), "text": f"text {row // 2}"} for row in range(200)]
     pairs = [{"query_id": row["id"], "label_id": "a"} for row in rows]
-    tables = {"queries": rows, "labels": [{"id": "a", "text": "label"}], "pairs": pairs}
+    tables = {
+        "queries": rows,
+        "labels": [{"id": "a", "text": "label"}],
+        "pairs": pairs,
+    }
     for name, table in tables.items():
         pacsv.write_csv(pa.Table.from_pylist(table), tmp_path / f"{name}.csv")
     raw = read_raw(tmp_path)
     texts = {split: set(queries["title"].to_pylist()) for split, queries in raw.queries.items()}
-    assert raw.queries["test"].num_rows == 40 and not texts["train"] & texts["test"]
+    assert raw.queries["test"].num_rows == 40
+    assert not texts["train"] & texts["test"]

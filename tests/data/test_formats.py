@@ -152,7 +152,8 @@ def test_lf_debian_as_its_statistics_say(lf_debian_path: Path) -> None:
     stats = json.loads((lf_debian_path / "stats.json").read_text())
     assert raw.format == "xmc-json" and raw.num_labels == stats["n_labels"]
     for split in ("train", "test"):
-        assert raw.queries[split].num_rows == stats[f"n_{split}"]
+        expected = stats[f"n_{split}"]
+        assert raw.queries[split].num_rows == expected
         assert raw.relevance[split].nnz == stats[f"{split}_pairs"]
         assert raw.filter_pairs[split].nnz == stats["filter_pairs"][f"filter_labels_{split}.txt"]
 
@@ -207,15 +208,18 @@ def test_split_of_the_pairs(tmp_path: Path) -> None:
 
 def test_parquet_with_numbers_as_ids(tiny_raw: RawData, tmp_path: Path) -> None:
     write_raw(tiny_raw, tmp_path / "raw", "tables", kind="parquet")
-    for name, column in (("labels", "id"), ("pairs", "label_id"), ("filters", "label_id")):
+    for name, column in (
+        ("labels", "id"),
+        ("pairs", "label_id"),
+        ("filters", "label_id"),
+    ):
         table = pq.read_table(tmp_path / "raw" / f"{name}.parquet").to_pandas()
         table[column] = table[column].str.removeprefix("label-").astype(int)
         table.to_parquet(tmp_path / "raw" / f"{name}.parquet")
     raw = read_raw(tmp_path / "raw")
     assert raw.labels["uid"].to_pylist() == [str(i) for i in range(40)]
-    np.testing.assert_array_equal(
-        raw.relevance["train"].toarray(), tiny_raw.relevance["train"].toarray()
-    )
+    expected = tiny_raw.relevance["train"].toarray()
+    np.testing.assert_array_equal(raw.relevance["train"].toarray(), expected)
 
 
 def test_beir_by_hand(tmp_path: Path) -> None:
@@ -223,15 +227,21 @@ def test_beir_by_hand(tmp_path: Path) -> None:
     (tmp_path / "corpus.jsonl").write_text(
         '{"_id": "d1", "title": "", "text": "one"}\n{"_id": "d2", "title": "", "text": "two"}\n'
     )
-    queries = [{"_id": f"q{i}", "text": f"query {i}", "metadata": {}} for i in range(4)]
+    queries = [
+        {
+            "_id": f"q{i}",
+            "text": f"query {i}",
+            "metadata": {},
+        }
+        for i in range(4)
+    ]
     (tmp_path / "queries.jsonl").write_text("".join(json.dumps(q) + "\n" for q in queries))
     head = "query-id\tcorpus-id\tscore\n"
     (tmp_path / "qrels" / "train.tsv").write_text(head + "q2\td1\t1\nq0\td2\t2\nq0\td1\t0\n")
     (tmp_path / "qrels" / "test.tsv").write_text(head + "q1\td2\t1\n")
     raw = read_raw(tmp_path)
-    assert raw.labels["title"].to_pylist() == ["one", "two"] and raw.labels[
-        "content"
-    ].to_pylist() == ["", ""]
+    assert raw.labels["title"].to_pylist() == ["one", "two"]
+    assert raw.labels["content"].to_pylist() == ["", ""]
     assert raw.queries["train"]["uid"].to_pylist() == ["q0", "q2"]  # q3 is in no split: left out
     assert raw.relevance["train"].toarray().tolist() == [[0, 2], [1, 0]]  # a score of 0 is no pair
     assert raw.queries["test"]["title"].to_pylist() == ["query 1"]
@@ -243,7 +253,8 @@ def test_a_missing_test_split_is_cut(tmp_path: Path, tiny_raw: RawData) -> None:
     (tmp_path / "raw" / "filter_labels_test.txt").unlink()
     raw = read_raw(tmp_path / "raw", test_share=0.25, split_seed=1)
     sizes = {split: table.num_rows for split, table in raw.queries.items()}
-    assert sizes["train"] + sizes["test"] == 48 and abs(sizes["test"] - 12) <= 2
+    assert sizes["train"] + sizes["test"] == 48
+    assert abs(sizes["test"] - 12) <= 2
     assert (
         read_raw(tmp_path / "raw", test_share=0.25, split_seed=1)
         .queries["test"]
@@ -268,9 +279,8 @@ def test_uids_where_there_are_none_are_row_numbers(tmp_path: Path) -> None:
     (tmp_path / "tst.json").write_text('{"title": "z", "target_ind": [1], "target_rel": [2.5]}\n')
     raw = read_raw(tmp_path)
     assert raw.labels["uid"].to_pylist() == ["0", "1"]
-    assert raw.queries["train"]["uid"].to_pylist() == ["0", "1"] and raw.queries["test"][
-        "uid"
-    ].to_pylist() == ["2"]
+    assert raw.queries["train"]["uid"].to_pylist() == ["0", "1"]
+    assert raw.queries["test"]["uid"].to_pylist() == ["2"]
     assert raw.relevance["test"].toarray().tolist() == [[0, 2.5]]
 
 

@@ -20,11 +20,16 @@ def dense_reference(truth, threshold):
     truth = truth.astype(np.float64)
     graph = truth.T @ truth
     out = np.eye(len(graph))
-    for j in range(len(graph)):
-        for i in range(len(graph)):
-            if graph[j, j] > 0 and graph[j, i] > 0 and graph[j, i] / graph[j, j] >= threshold:
-                out[j, i] = graph[j, i] / graph[j, j]
+    for j in np.flatnonzero(graph.diagonal()):
+        for i in np.flatnonzero(graph[j]):
+            share = graph[j, i] / graph[j, j]
+            if share >= threshold:
+                out[j, i] = share
     return out
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
 
 
 def random_relevance(seed, num_queries=50, num_labels=20, density=0.15):
@@ -44,9 +49,8 @@ def test_equals_dense_product(monkeypatch, threshold, pairs_at_once):
     monkeypatch.setattr(label_graph, "_PAIRS_AT_ONCE", pairs_at_once)
     relevance = random_relevance(int(100 * threshold))
     got = soft_targets(relevance, threshold)
-    np.testing.assert_allclose(
-        got.toarray(), dense_reference(relevance.toarray() > 0, threshold), rtol=1e-6
-    )
+    expected = dense_reference(relevance.toarray() > 0, threshold)
+    np.testing.assert_allclose(got.toarray(), expected, rtol=1e-6)
     assert got.dtype == np.float32
     assert got.has_sorted_indices
     assert (got.data > 0).all()
@@ -75,13 +79,21 @@ def test_hand_computed_and_not_symmetric():
     assert soft_targets(relevance, 0.6).toarray().tolist() == [[1.0, 0.0], [1.0, 1.0]]
 
 
-@pytest.mark.parametrize("shape", [(0, 4), (3, 1), (3, 4)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (0, 4),
+        (3, 1),
+        (3, 4),
+    ],
+)
 def test_no_positives_leave_the_diagonal(shape):
     np.testing.assert_array_equal(soft_targets(csr_matrix(shape), 0.1).toarray(), np.eye(shape[1]))
 
 
 def test_repeated_entries_count_once():
-    messy = csr_matrix((np.ones(4), np.array([1, 0, 0, 0]), np.array([0, 3, 4])), shape=(2, 2))
+    columns = [1, 0, 0, 0]
+    messy = csr_matrix((np.ones(4), columns, [0, 3, 4]), shape=(2, 2))
     assert soft_targets(messy, 0.1).toarray().tolist() == [[1.0, 0.5], [1.0, 1.0]]
 
 
@@ -94,12 +106,13 @@ def dense_glas(truth, threshold):
     graph = truth.astype(np.float64).T @ truth
     out = np.zeros(graph.shape)
     for j in range(len(graph)):
-        for i in range(len(graph)):
-            if graph[j, i] > 0:
-                both = (graph[j, i] / graph[j, j] + graph[j, i] / graph[i, i]) / 2
-                out[j, i] = 1 / (1 + np.exp(-both)) if both >= threshold else 0
+        for i in np.flatnonzero(graph[j]):
+            forth = graph[j, i] / graph[j, j]
+            back = graph[j, i] / graph[i, i]
+            both = (forth + back) / 2
+            out[j, i] = sigmoid(both) if both >= threshold else 0
         if graph[j, j] == 0:
-            out[j, j] = 1 / (1 + np.exp(-1))
+            out[j, j] = sigmoid(1)
     return out
 
 
@@ -118,7 +131,8 @@ def test_glas_equals_its_formula(monkeypatch, threshold, pairs_at_once):
 @pytest.mark.parametrize("threshold", [0.0, 0.5, 1.0])
 def test_self_is_one_hot(threshold):
     got = soft_targets(random_relevance(1), threshold, kind="self")
-    assert np.array_equal(got.toarray(), np.eye(20)) and got.nnz == 20
+    assert np.array_equal(got.toarray(), np.eye(20))
+    assert got.nnz == 20
 
 
 def expected_visits(truth, hops):
@@ -219,7 +233,8 @@ def test_a_share_is_some_rows_of_the_whole_and_part_of_a_larger_share(
     for share in (0.01, 0.25, 0.5, 0.95, 1.0):
         got = soft_targets(relevance, 0.1, kind=kind, share=share, tail_first=tail_first).toarray()
         rows = np.flatnonzero(got.any(1))
-        assert len(rows) == max(1, round(share * 20)) and before <= set(rows.tolist())
+        assert len(rows) == max(1, round(share * 20))
+        assert before <= set(rows.tolist())
         np.testing.assert_array_equal(got[rows], whole[rows])
         if tail_first and share < 1:
             assert count[rows].max() <= np.delete(count, rows).min()
@@ -228,16 +243,26 @@ def test_a_share_is_some_rows_of_the_whole_and_part_of_a_larger_share(
 
 def test_equally_rare_labels_are_drawn_at_random():
     chosen = chosen_labels(np.zeros(1000, dtype=np.int64), 0.3, tail_first=True)
-    assert chosen.sum() == 300 and 60 < chosen[:300].sum() < 120
+    assert chosen.sum() == 300
+    assert 60 < chosen[:300].sum() < 120
     assert not chosen_labels(np.zeros(0, dtype=np.int64), 0.3, tail_first=True).any()
 
 
 @pytest.mark.parametrize("kind", ["cooccurrence", "random-walk", "glas", "self"])
-@pytest.mark.parametrize("shape", [(0, 4), (3, 1), (3, 4), (2, 0)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (0, 4),
+        (3, 1),
+        (3, 4),
+        (2, 0),
+    ],
+)
 def test_every_kind_takes_data_without_positives(kind, shape):
     got = soft_targets(csr_matrix(shape), 0.1, kind=kind)
-    own = 1 / (1 + np.exp(-1)) if kind == "glas" else 1
-    np.testing.assert_allclose(got.toarray(), own * np.eye(shape[1]), rtol=1e-6)
+    own = sigmoid(1) if kind == "glas" else 1
+    expected = own * np.eye(shape[1])
+    np.testing.assert_allclose(got.toarray(), expected, rtol=1e-6)
 
 
 # -- on disk

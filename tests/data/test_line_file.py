@@ -37,10 +37,8 @@ def test_a_file_that_cannot_grow_keeps_whole_lines(tmp_path: Path) -> None:
     found = subprocess.run(
         [sys.executable, "-c", LIMITED, str(path)], capture_output=True, text=True, check=True
     )
-    assert (
-        found.stdout.splitlines()[:3] == ["True"] * 3
-        and len(set(found.stdout.splitlines()[3:])) == 1
-    )
+    assert found.stdout.splitlines()[:3] == ["True"] * 3
+    assert len(set(found.stdout.splitlines()[3:])) == 1
     assert "True" not in found.stdout.splitlines()[3:]
     assert [json.loads(line)["row"] for line in path.read_text().splitlines()] == [0, 1, 2]
 
@@ -92,7 +90,8 @@ def test_torn_lines_anywhere_are_skipped_and_named(
     ):
         caplog.clear()
         path.write_bytes(b"".join([*before, torn.removesuffix(b"\n") + b"\n", *after]))
-        assert len(rows(path)) == len(before) + len(after)
+        expected = len(before) + len(after)
+        assert len(rows(path)) == expected
         assert f"{path}:{len(before) + 1} is skipped" in caplog.text
 
 
@@ -107,8 +106,10 @@ def test_a_file_without_any_whole_line_is_refused_and_so_is_a_torn_csv(tmp_path:
 
 def test_the_bound_and_the_mode(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    assert append_line(path, b"{}\n", 5) and not append_line(path, b"{}\n", 5)
-    assert path.read_bytes() == b"{}\n" and path.stat().st_mode & 0o777 == 0o600
+    assert append_line(path, b"{}\n", 5)
+    assert not append_line(path, b"{}\n", 5)
+    assert path.read_bytes() == b"{}\n"
+    assert path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(OSError):
         append_line(tmp_path, b"{}\n", 5)
 

@@ -127,10 +127,15 @@ def test_tables_are_read_as_files_are(tiny_raw: RawData, tmp_path: Path) -> None
         pd.read_csv(tmp_path / f"{name}.csv") for name in ("queries", "labels", "pairs")
     )
     given = from_memory(queries, labels, pairs)
-    assert "test" in given.queries and given.queries["test"].num_rows > 0
+    assert "test" in given.queries
+    assert given.queries["test"].num_rows > 0
     without_filters = tmp_path / "plain"
     without_filters.mkdir()
-    for name, table in (("queries", queries), ("labels", labels), ("pairs", pairs)):
+    for name, table in (
+        ("queries", queries),
+        ("labels", labels),
+        ("pairs", pairs),
+    ):
         write_table(
             pa.Table.from_pandas(table.astype(str).replace("nan", ""), preserve_index=False),
             without_filters / f"{name}.csv",
@@ -148,7 +153,8 @@ def test_an_index_holds_the_uids_and_pairs_follow_it() -> None:
     queries = pd.Series(QUERIES, index=[30, 10, 20])
     raw = from_memory(queries, LABELS, [(10, 1), (30, 0)])
     assert raw.queries["train"]["uid"].to_pylist() == ["30", "10", "20"]
-    assert raw.relevance["train"].toarray().tolist() == [[1, 0], [0, 1], [0, 0]]
+    expected = [[1, 0], [0, 1], [0, 0]]
+    assert raw.relevance["train"].toarray().tolist() == expected
     kept = frame(QUERIES)[lambda rows: rows["text"].str.contains("shoes")]  # its index has a gap
     assert from_memory(kept, LABELS, [(2, 0)]).relevance["train"].toarray().tolist() == [
         [0, 0],
@@ -158,8 +164,20 @@ def test_an_index_holds_the_uids_and_pairs_follow_it() -> None:
 
 def test_splits_relevance_and_contents_are_read() -> None:
     splits = ["train", "Test", "validation"]
-    queries = pd.DataFrame({"text": QUERIES, "split": splits, "content": ["x", None, ""]})
-    pairs = pd.DataFrame({"query_id": [0, 1, 2], "label_id": [0, 1, 0], "relevance": [0.5, 1, 2]})
+    queries = pd.DataFrame(
+        {
+            "text": QUERIES,
+            "split": splits,
+            "content": ["x", None, ""],
+        }
+    )
+    pairs = pd.DataFrame(
+        {
+            "query_id": [0, 1, 2],
+            "label_id": [0, 1, 0],
+            "relevance": [0.5, 1, 2],
+        }
+    )
     raw = from_memory(queries, LABELS, pairs)
     assert {name: table["title"].to_pylist() for name, table in raw.queries.items()} == {
         "train": QUERIES[:1],
@@ -312,7 +330,11 @@ def test_two_splits_that_contradict_each_other_are_refused(tmp_path: Path) -> No
     pairs = TABLE.assign(split=["train", "test", "test"])
     with pytest.raises(DataError, match=r"pair in another split than its query: 1\n +pairs:2"):
         from_memory(queries, LABELS, pairs)
-    for name, table in (("queries", queries), ("labels", frame(LABELS)), ("pairs", pairs)):
+    for name, table in (
+        ("queries", queries),
+        ("labels", frame(LABELS)),
+        ("pairs", pairs),
+    ):
         table.to_csv(tmp_path / f"{name}.csv", index=False)
     with pytest.raises(DataError, match=r"pair in another split than its query: 1\n +pairs\.csv:4"):
         read_raw(tmp_path)

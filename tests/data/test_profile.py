@@ -62,7 +62,8 @@ def test_every_figure_of_texts_by_hand(tiny_bert: Path) -> None:
     words = [word for text in TEXTS for word in words_of(text)]
     assert summary["count"] == count
     assert summary["length"]["mean"] == sum(len(text.strip()) for text in TEXTS) / count
-    assert summary["tokens"]["mean"] == sum(map(len, real)) / count
+    mean = summary["tokens"]["mean"]
+    assert mean == sum(map(len, real)) / count
     assert sum(summary["tokens"]["buckets"]) == sum(map(len, real))
     assert summary["unknown_tokens"] == share(sum(unknown), sum(map(len, real)))
     assert summary["cut"] == share(sum(len(row) == 16 for row in ids), count)
@@ -72,12 +73,13 @@ def test_every_figure_of_texts_by_hand(tiny_bert: Path) -> None:
     for text in TEXTS:
         histogram[max(i for i, edge in enumerate(LENGTH_EDGES) if edge <= len(text.strip()))] += 1
     assert summary["length"]["histogram"] == histogram
-    assert summary["words"]["top"] == dict(
+    expected = dict(
         sorted(
             Counter(w for text in TEXTS for w in words_of(text)).items(),
             key=lambda item: (-item[1], item[0]),
         )
     )
+    assert summary["words"]["top"] == expected
     assert json.loads(json.dumps(summary)) == summary
 
 
@@ -98,7 +100,8 @@ def test_figures_of_a_data_set_by_hand(tiny_dataset: XMCDataset, tiny_bert: Path
         "labels": 40,
         "pairs": int(dense.sum()),
     }
-    assert figures["positives"] == pytest.approx(dense.sum() / 60)
+    positives = figures["positives"]
+    assert positives == pytest.approx(dense.sum() / 60)
     assert shares["labels_without_training_points"] == {"share": (points == 0).sum() / 40, "of": 40}
     assert shares["unseen_labels"]["of"] == asked.sum()
     assert shares["unseen_labels"]["share"] == pytest.approx(
@@ -121,7 +124,8 @@ def test_figures_of_a_data_set_by_hand(tiny_dataset: XMCDataset, tiny_bert: Path
     missing = np.mean([word not in seen for word in spoken])
     assert shares["unseen_words"]["of"] == len(spoken)
     assert missing - 0.03 <= shares["unseen_words"]["share"] <= missing  # a few pass the filter
-    assert figures["queries"]["count"] == 43 and figures["labels"]["count"] == 40
+    assert figures["queries"]["count"] == 43
+    assert figures["labels"]["count"] == 40
 
 
 def test_the_same_data_gives_the_same_bytes_and_long_texts_are_read(
@@ -133,7 +137,14 @@ def test_the_same_data_gives_the_same_bytes_and_long_texts_are_read(
     assert both["queries"]["length"]["mean"] > json.loads(first)["queries"]["length"]["mean"]
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (4, 0, 1), (3, 2, 5)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 1, 1),
+        (4, 0, 1),
+        (3, 2, 5),
+    ],
+)
 def test_degenerate_data(
     raw_factory: Callable[..., RawData], tiny_bert: Path, tmp_path: Path, sizes: tuple
 ) -> None:
@@ -146,19 +157,21 @@ def test_degenerate_data(
 def test_of_many_texts_some_are_looked_at(
     tiny_dataset: XMCDataset, tiny_bert: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert spaced(np.arange(10), 4).tolist() == [0, 3, 6, 9] and spaced(
-        np.arange(3), 4
-    ).tolist() == [0, 1, 2]
+    expected = [0, 3, 6, 9]
+    assert spaced(np.arange(10), 4).tolist() == expected
+    assert spaced(np.arange(3), 4).tolist() == [0, 1, 2]
     monkeypatch.setattr(profile.spaced, "__defaults__", (7,))
     figures = profile_dataset(tiny_dataset, tiny_bert, 16)
-    assert figures["queries"]["count"] == 7 and figures["rows"]["train"] == 43
+    assert figures["queries"]["count"] == 7
+    assert figures["rows"]["train"] == 43
 
 
 def test_a_vocabulary_forgets_nothing_and_takes_few_strangers_for_known() -> None:
     rng = np.random.default_rng(0)
     words = rng.integers(0, 2**63, 5000).astype(np.uint64)
     vocabulary = json.loads(json.dumps(vocabulary_of(np.repeat(words, 2))))
-    assert is_known(words, vocabulary).all() and vocabulary["words"] == 5000
+    assert is_known(words, vocabulary).all()
+    assert vocabulary["words"] == 5000
     strangers = rng.integers(0, 2**63, 20_000).astype(np.uint64)
     assert is_known(strangers, vocabulary).mean() < 0.02
     assert not is_known(words, vocabulary_of(np.zeros(0, np.uint64))).any()
@@ -168,7 +181,8 @@ def test_of_too_many_words_the_commonest_are_kept(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(profile, "MAX_WORDS", 3)
     words = np.arange(10, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     kept = vocabulary_of(np.concatenate([words, words[4:7]]))
-    assert kept["words"] == 3 and is_known(words[4:7], kept).all()
+    assert kept["words"] == 3
+    assert is_known(words[4:7], kept).all()
 
 
 def test_texts_without_words() -> None:

@@ -33,13 +33,21 @@ def test_formula_by_hand():
     assert inverse_propensity([1], num_train, 0.5, 0.4) == pytest.approx(3.0)
 
 
-@pytest.mark.parametrize(("a", "b"), [(0.55, 1.5), (0.6, 2.6), (0.5, 0.4)])
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (0.55, 1.5),
+        (0.6, 2.6),
+        (0.5, 0.4),
+    ],
+)
 def test_random_counts(a, b):
     count_L = np.random.default_rng(1).integers(0, 500, 40)
     got = inverse_propensity(count_L, 20_000, a, b)
     for value, count in zip(got, count_L, strict=True):
         c = (math.log(20_000) - 1) * (b + 1) ** a
-        assert value == pytest.approx(1 + c / (count + b) ** a)
+        expected = 1 + c / (count + b) ** a
+        assert value == pytest.approx(expected)
     assert (np.diff(got[np.argsort(count_L)]) <= 0).all(), "rarer labels weigh at least as much"
 
 
@@ -52,7 +60,13 @@ def test_tiny_data_gives_finite_weights(num_train, b):
 
 
 @pytest.mark.parametrize(
-    ("counts", "a", "b"), [([-1], 0.5, 1), ([1], 0, 1), ([1], 0.5, -1), ([np.nan], 0.5, 1)]
+    ("counts", "a", "b"),
+    [
+        ([-1], 0.5, 1),
+        ([1], 0, 1),
+        ([1], 0.5, -1),
+        ([np.nan], 0.5, 1),
+    ],
 )
 def test_out_of_range(counts, a, b):
     with pytest.raises(DataError):

@@ -1,4 +1,4 @@
-"""Quotes in .csv and .tsv files: what is decided, what is said, and what is refused; rows are
+"""Quotes in .csv and .tsv files: what is decided, reported and refused; rows are
 counted by hand.
 """
 
@@ -50,7 +50,8 @@ def test_quotes_that_are_text_in_tsv(tmp_path: Path, texts: tuple[str, ...]) -> 
 def test_quotes_that_enclose_in_tsv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = '"one, two"', "plain", '"a ""b"" c"', '"tab\tin it"'
     rows = read(tmp_path / "a.tsv", tsv(*texts))
-    assert [cells[1] for _, cells in rows] == ["one, two", "plain", 'a "b" c', "tab\tin it"]
+    expected = ["one, two", "plain", 'a "b" c', "tab\tin it"]
+    assert [cells[1] for _, cells in rows] == expected
     assert "a.tsv: quotes enclose fields and are removed" in (said := capsys.readouterr().err)
     assert "first in line 4" in said and "raw.quotes: no" in said
     assert [cells[1] for _, cells in read(tmp_path / "a.tsv", tsv('"x"'), "no")] == ['"x"']
@@ -89,12 +90,14 @@ def test_quotes_that_can_be_read_in_two_ways(
     with pytest.raises(DataError) as caught:
         read(tmp_path / name, text)
     message = str(caught.value)
-    assert all(line in message for line in lines) and "raw.quotes: no" in message
+    assert all(line in message for line in lines)
+    assert "raw.quotes: no" in message
 
 
 def test_the_key_decides(tmp_path: Path) -> None:
     spans = 'id,text\nq1,"open\nq2,b\nq3,closes"\n'
-    assert read(tmp_path / "a.csv", spans, "yes") == [(2, ["q1", "open\nq2,b\nq3,closes"])]
+    expected = [(2, ["q1", "open\nq2,b\nq3,closes"])]
+    assert read(tmp_path / "a.csv", spans, "yes") == expected
     assert [cells for _, cells in read(tmp_path / "a.csv", spans, "no")] == [
         ["q1", '"open'],
         ["q2", "b"],
@@ -108,7 +111,8 @@ def test_the_key_decides(tmp_path: Path) -> None:
 )
 def test_honest_text_of_several_lines_in_csv(tmp_path: Path, text: str) -> None:
     rows = read(tmp_path / "a.csv", f"id,text\nq1,{text}\nq2,b\n")
-    assert [cells for _, cells in rows] == [["q1", text.strip('"')], ["q2", "b"]]
+    expected = [["q1", text.strip('"')], ["q2", "b"]]
+    assert [cells for _, cells in rows] == expected
 
 
 def test_every_reader_of_tables_reads_all_rows(tmp_path: Path) -> None:

@@ -19,9 +19,11 @@ from unidec.errors import ArtifactError, ConfigError
 @given(st.integers(0, 500), st.integers(1, 40), st.integers(1, 17))
 def test_cuts_hold_every_row_once_and_begin_at_batches(num_rows, shards, multiple):
     bounds = cuts(num_rows, shards, multiple)
-    assert bounds[0] == 0 and bounds[-1] == num_rows
+    assert bounds[0] == 0
+    assert bounds[-1] == num_rows
     sizes = np.diff(bounds)
-    assert len(sizes) <= shards and all(bound % multiple == 0 for bound in bounds[:-1])
+    assert len(sizes) <= shards
+    assert all(bound % multiple == 0 for bound in bounds[:-1])
     assert (sizes > 0).all() or num_rows == 0
     batches = -(-sizes // multiple)
     assert batches.max() - batches.min() <= 1
@@ -39,10 +41,12 @@ def fill(work: Work, number: int) -> None:
 
 def test_a_shard_counts_only_when_it_is_whole_and_of_this_work(tmp_path):
     work = begin(tmp_path / "w")
-    assert work.missing() == [0, 1, 2, 3] and work.name(1) == "shard 2 of 4 (rows 2 to 4)"
+    assert work.missing() == [0, 1, 2, 3]
+    assert work.name(1) == "shard 2 of 4 (rows 2 to 4)"
     for number in range(4):
         fill(work, number)
-    assert work.missing() == [] and begin(tmp_path / "w").missing() == []
+    assert work.missing() == []
+    assert begin(tmp_path / "w").missing() == []
     (work.path(1) / "rows.npy").write_bytes(b"damaged")
     shutil.rmtree(work.path(2))
     shutil.rmtree(work.path(3))
@@ -69,7 +73,8 @@ def test_a_damaged_plan_is_refused_and_replaced(tmp_path, text):
     (tmp_path / "w" / "plan.json").write_text(text)
     with pytest.raises(ArtifactError):
         Work.open(tmp_path / "w")
-    assert begin(tmp_path / "w") == work == Work.open(tmp_path / "w")
+    assert begin(tmp_path / "w") == work
+    assert work == Work.open(tmp_path / "w")
 
 
 def test_only_one_process_is_at_a_work(tmp_path):

@@ -47,7 +47,8 @@ def test_round_trip(folder: Path) -> None:
     manifest = read_manifest(folder, "thing", 2)
     assert manifest["meta"] == {"a": 1, "rows": 3}
     assert set(manifest["files"]) == {"x.npy", "sub/y.txt"}
-    assert manifest["files"]["x.npy"]["sha256"] == file_sha256(folder / "x.npy")
+    expected = file_sha256(folder / "x.npy")
+    assert manifest["files"]["x.npy"]["sha256"] == expected
     assert os.listdir(folder.parent) == ["thing"]
 
 
@@ -288,6 +289,7 @@ def test_a_damaged_line_of_records_is_named(tmp_path, damage):
     path.write_bytes(b'{"step": 1}\n' + damage + b'\n{"step": 2}\n')
     with pytest.raises(ArtifactError, match="a damaged line") as caught:
         storage.read_json_lines(path)
-    assert caught.value.where == f"{path}:2" and "remove this line" in caught.value.fix
+    assert caught.value.where == f"{path}:2"
+    assert "remove this line" in caught.value.fix
     path.write_bytes(b'{"step": 1}\n' + damage)  # cut off by a kill
     assert storage.read_json_lines(path) == [{"step": 1}]

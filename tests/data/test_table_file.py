@@ -42,7 +42,8 @@ def test_csv_rows_and_their_lines(tmp_path: Path, name: str) -> None:
     rows, faults = rows_and_faults(tmp_path / name)
     cells = csv.reader(text.splitlines(keepends=True), delimiter="\t" if name == "a.tsv" else ",")
     assert [list(row.values()) for _, row in rows] == [row for row in cells if len(row) == 2][1:]
-    assert [line for line, _ in rows] == [2, 5, 7] and faults == [("not 2 columns", 6)]
+    assert [line for line, _ in rows] == [2, 5, 7]
+    assert faults == [("not 2 columns", 6)]
     with pytest.raises(DataError, match="not 2 columns") as caught:
         list(read_rows(tmp_path / name, ["id"], bounds=RawBounds(quotes="yes")))
     assert caught.value.where == f"{tmp_path / name}:6"
@@ -65,7 +66,8 @@ def test_json_lines(tmp_path: Path) -> None:
     rows, faults = rows_and_faults(tmp_path / "a.jsonl")
     good = {number: json.loads(lines[number - 1]) for number in (1, 4, 8, 9)}
     assert rows == [(number, good.get(number, {})) for number in (1, 4, 5, 6, 7, 8, 9, 10)]
-    assert [line for _, line in faults] == [5, 6, 7, 10]
+    expected = [5, 6, 7, 10]
+    assert [line for _, line in faults] == expected
     with pytest.raises(DataError, match=r"a\.jsonl:5: not a JSON object"):
         list(read_rows(tmp_path / "a.jsonl", ["a"]))
 
@@ -75,7 +77,8 @@ def test_damaged_parquet_is_named_at_any_moment(tmp_path: Path) -> None:
     pq.write_table(
         pa.table({"text": [str(number) * 50 for number in range(5000)]}), path, compression="none"
     )
-    assert list(read_rows(path, ["text"]))[1] == (2, {"text": "1" * 50})
+    expected = (2, {"text": "1" * 50})
+    assert list(read_rows(path, ["text"]))[1] == expected
     data = bytearray(path.read_bytes())
     path.write_bytes(data[:-20])
     with pytest.raises(DataError, match="not a readable Parquet file"):

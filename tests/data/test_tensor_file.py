@@ -77,13 +77,15 @@ def every():
 
 def test_the_library_reads_it(every, tmp_path):
     digest = write_tensors(tmp_path / "x", every, {"rows": "1 ü\n"})
-    assert digest == hashlib.sha256((tmp_path / "x").read_bytes()).hexdigest()
+    expected = hashlib.sha256((tmp_path / "x").read_bytes()).hexdigest()
+    assert digest == expected
     assert same(load_file(tmp_path / "x"), {name: value.detach() for name, value in every.items()})
     assert same(
         read_tensors(tmp_path / "x"), {name: value.detach() for name, value in every.items()}
     )
     with open_tensors(tmp_path / "x") as file:
-        assert file.metadata == {"rows": "1 ü\n"} and file.names == sorted(every)
+        assert file.metadata == {"rows": "1 ü\n"}
+        assert file.names == sorted(every)
 
 
 def test_it_reads_the_librarys(every, tmp_path):
@@ -107,7 +109,8 @@ def test_others_may_read_it_as_far_as_the_umask_allows(tmp_path, umask):
 
 def test_no_tensors_at_all(tmp_path):
     write_tensors(tmp_path / "x", {})
-    assert load_file(tmp_path / "x") == read_tensors(tmp_path / "x") == {}
+    assert load_file(tmp_path / "x") == {}
+    assert read_tensors(tmp_path / "x") == {}
 
 
 def test_every_tensor_is_aligned(tmp_path):
@@ -123,19 +126,28 @@ def test_every_tensor_is_aligned(tmp_path):
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     assert length % 8 == 0
-    assert {name: entry["data_offsets"][0] for name, entry in header.items()} == {
+    expected = {
         "b": 0,
         "c": 16,
         "a": 18,
     }
+    assert {name: entry["data_offsets"][0] for name, entry in header.items()} == expected
 
 
 def test_rows_in_part(tmp_path):
     table = {"t": values(torch.bfloat16, 40, 3), "none": values(torch.float32, 0, 3)}
     write_tensors(tmp_path / "x", table)
     with open_tensors(tmp_path / "x") as file:
-        assert file.shape("t") == (40, 3) and file.shape("none") == (0, 3)
-        for begin, end in ((0, 40), (3, 17), (39, 40), (0, 0), (40, 40), (12, 12)):
+        assert file.shape("t") == (40, 3)
+        assert file.shape("none") == (0, 3)
+        for begin, end in (
+            (0, 40),
+            (3, 17),
+            (39, 40),
+            (0, 0),
+            (40, 40),
+            (12, 12),
+        ):
             assert same({"t": file.read("t", begin, end)}, {"t": table["t"][begin:end]})
         assert file.read("none", 0, 0).shape == (0, 3)
 

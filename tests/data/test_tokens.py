@@ -96,17 +96,20 @@ def test_cache_equals_memory(cache, minilm, random_texts):
     memory = encode_texts(random_texts, minilm, 16)
     np.testing.assert_array_equal(cache.ids, memory.ids)
     np.testing.assert_array_equal(cache.offsets, memory.offsets)
-    assert (cache.ids.dtype, cache.offsets.dtype, cache.lengths().dtype) == (
-        np.uint16,
-        np.int64,
-        np.int64,
-    )
-    assert (cache.vocab_size, cache.pad_id, cache.max_length) == (30522, 0, 16)
-    assert (memory.vocab_size, memory.pad_id, memory.max_length) == (30522, 0, 16)
+    assert cache.ids.dtype == np.uint16
+    assert cache.offsets.dtype == np.int64
+    assert cache.lengths().dtype == np.int64
+    assert cache.vocab_size == 30522
+    assert cache.pad_id == 0
+    assert cache.max_length == 16
+    assert memory.vocab_size == 30522
+    assert memory.pad_id == 0
+    assert memory.max_length == 16
     assert len(cache) == len(random_texts)
     assert cache.meta["text"] == "title"
     assert cache.meta["tokenizer_sha256"] == storage.file_sha256(minilm / "tokenizer.json")
-    assert cache.meta["num_tokens"] == len(cache.ids) == cache.lengths().sum()
+    assert cache.meta["num_tokens"] == len(cache.ids)
+    assert len(cache.ids) == cache.lengths().sum()
 
 
 def test_a_cache_holds_two_bytes_a_token_and_eight_a_text(minilm, tmp_path, monkeypatch):
@@ -143,7 +146,8 @@ def test_lengths(cache):
 
 
 def test_empty_texts_are_their_special_tokens(cache):
-    assert slow_row(cache, 1) == slow_row(cache, 2) == [101, 102]
+    assert slow_row(cache, 1) == [101, 102]
+    assert slow_row(cache, 2) == [101, 102]
     assert slow_row(cache, 5)[0] == 101
     assert slow_row(cache, 5)[-1] == 102, "special tokens survive the cut"
 
@@ -184,12 +188,21 @@ def test_batch_and_ragged_equal_a_slow_loop(cache, case):
         assert [ids[mask].tolist() for ids, mask in zip(ids_BT, mask_BT)] == [
             row[:most] for row in expected
         ]
-        assert ids_BT.shape == mask_BT.shape == (len(rows), min(longest, most))
+        assert ids_BT.shape == (len(rows), min(longest, most))
+        assert mask_BT.shape == (len(rows), min(longest, most))
     assert offsets[0] == 0
-    assert offsets[-1] == len(flat) == sum(map(len, expected))
+    assert offsets[-1] == len(flat)
+    assert len(flat) == sum(map(len, expected))
 
 
-@pytest.mark.parametrize("rows", [[-1], [0, 300], [10**9]])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [-1],
+        [0, 300],
+        [10**9],
+    ],
+)
 def test_rows_out_of_range(cache, rows):
     with pytest.raises(IndexError, match="of 300 texts"):
         cache.batch(rows)
@@ -226,7 +239,14 @@ def test_a_failure_leaves_nothing(minilm, random_texts, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("bad", [["fine", None], ["fine", 3], ["fine", "lone \ud800 surrogate"]])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ["fine", None],
+        ["fine", 3],
+        ["fine", "lone \ud800 surrogate"],
+    ],
+)
 def test_texts_that_are_none(minilm, bad):
     with pytest.raises(DataError, match="text 1 of 2"):
         encode_texts(bad, minilm, 8)
@@ -351,7 +371,8 @@ def test_unknown_tokens_of_other_tokenizers(tmp_path):
     for name, tokenizer in made.items():
         (tmp_path / name).mkdir()
         tokenizer.save(str(tmp_path / name / "tokenizer.json"))
-    assert [TextTokenizer(tmp_path / name, 8).unknown_id for name in made] == [1, -1, -1]
+    unknown_ids = [TextTokenizer(tmp_path / name, 8).unknown_id for name in made]
+    assert unknown_ids == [1, -1, -1]
 
 
 # -- texts with the same tokens

@@ -67,7 +67,8 @@ def test_the_notebook_was_executed_in_order_and_is_one_that_jupyter_reads(
     cells = notebook["cells"]
     assert len({cell["id"] for cell in cells}) == len(cells)
     code = [cell for cell in cells if cell["cell_type"] == "code"]
-    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    expected = list(range(1, len(code) + 1))
+    assert [cell["execution_count"] for cell in code] == expected
     assert all(cell["outputs"] for cell in code)
     kinds = {output["output_type"] for cell in code for output in cell["outputs"]}
     assert kinds <= {"stream", "display_data", "execute_result"}, "an error was kept"
@@ -82,7 +83,8 @@ def test_a_cell_gives_what_it_prints_its_last_value_and_its_figures(program: Mod
         and value["data"]["text/plain"] == ["3"]
         and value["execution_count"] == 7
     )
-    assert program.outputs("y = x", names, 8) == [] and names["y"] == 2
+    assert program.outputs("y = x", names, 8) == []
+    assert names["y"] == 2
     (drawn,) = program.outputs("import matplotlib.pyplot as plt\nplt.plot([1, 2])", names, 9)
     assert drawn["output_type"] == "display_data" and "image/png" in drawn["data"]
     assert program.outputs("x", names, 10)[0]["data"]["text/plain"] == ["2"], (
@@ -95,7 +97,8 @@ def test_a_cell_gives_what_it_prints_its_last_value_and_its_figures(program: Mod
 @pytest.mark.timeout(900)  # on a machine that others use, too
 def test_its_cells_run_on_few_labels(run: Any) -> None:
     names, _ = run(prefix="python3-oslo", epochs="1")
-    assert 10 < len(names["labels"]) < 60 and names["model"].num_labels == len(names["labels"])
+    assert 10 < len(names["labels"]) < 60
+    assert names["model"].num_labels == len(names["labels"])
     assert set(names["curves"]) == {"unidec", "TF-IDF neighbours"}
     assert "python3-openid-next" in [
         label.uid for label in names["changed"].predict([names["text"]], k=3)[0]
@@ -107,6 +110,7 @@ def test_its_cells_run_on_few_labels(run: Any) -> None:
 @pytest.mark.timeout(1800)
 def test_in_full_it_gives_the_figures_that_it_shows(run: Any) -> None:
     names, _ = run()
-    assert names["figures"]["P@1"] > 45 and names["figures"]["R@100"] > 80
+    assert names["figures"]["P@1"] > 45
+    assert names["figures"]["R@100"] > 80
     for k in (1, 5, 20):
         assert names["curves"]["unidec"][k - 1] > names["curves"]["TF-IDF neighbours"][k - 1]

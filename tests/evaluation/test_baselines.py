@@ -67,10 +67,9 @@ def test_large_data_is_sampled_and_says_so(case, monkeypatch):
     monkeypatch.setattr(module, "MAX_SCORES", 1)
     monkeypatch.setattr(module, "MIN_TEST", 40)
     measured = measure_baselines(dataset, "title", inverse, groups)
-    assert (
-        len(measured.places) == 40 == len(measured.labels["knn"])
-        and (np.diff(measured.places) > 0).all()
-    )
+    assert len(measured.places) == 40
+    assert len(measured.labels["knn"]) == 40
+    assert (np.diff(measured.places) > 0).all()
     assert "300 of 2,000 queries of the train and validation splits" in measured.about
     assert "40 of 500 test queries" in measured.about
     found = compare_with_baselines(perfect_answers(truth), truth, measured, inverse, groups)
@@ -87,11 +86,13 @@ def test_the_sentence_names_gains_losses_and_what_is_open(case):
 
     def judged(labels):
         found = compare_with_baselines(labels, truth, measured, inverse, groups)
-        assert [one.metric for one in found[: len(COMPARED)]] == list(COMPARED)
+        metrics = [one.metric for one in found[: len(COMPARED)]]
+        assert metrics == list(COMPARED)
         return found, verdict(found)
 
     found, words = judged(perfect_answers(truth))
-    assert all(one.better for one in found) and {one.metric for one in found} >= {
+    assert all(one.better for one in found)
+    assert {one.metric for one in found} >= {
         "tail/R@10",
         "torso/R@10",
     }
@@ -100,9 +101,8 @@ def test_the_sentence_names_gains_losses_and_what_is_open(case):
         and "loses nothing significant" in words
     )
     for one in found[: len(COMPARED)]:
-        assert one.against_value == pytest.approx(
-            max(m[one.metric] for m in measured.metrics.values())
-        )
+        expected = max(m[one.metric] for m in measured.metrics.values())
+        assert one.against_value == pytest.approx(expected)
     found, words = judged(np.full((500, 100), -1, dtype=np.int64))
     assert "gains nothing" in words and "loses P@1 -" in words and "R@10 of tail labels -" in words
     _, words = judged(measured.labels["mix"])

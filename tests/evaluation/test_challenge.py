@@ -68,7 +68,8 @@ def test_the_bootstrap_beside_a_slow_one_with_the_same_draws(metric: str) -> Non
         values = [
             evaluate(part[rows], truth[rows], weight, group)[metric] for part in (first, second)
         ]
-        assert fast[r] == pytest.approx(values[0] - values[1], abs=1e-9)
+        expected = values[0] - values[1]
+        assert fast[r] == pytest.approx(expected, abs=1e-9)
 
 
 def one_label_queries(num_queries: int = 400, num_labels: int = 60):
@@ -101,7 +102,8 @@ def test_a_better_one_passes_a_worse_one_does_not_and_the_same_one_ties() -> Non
     half = np.arange(400) % 2 == 0
     more = np.arange(400) % 5 > 0
     better = judged(ranking(more), ranking(half), truth, weight, group, RULES)
-    assert all(checks(better).values()) and better.confidence == 1.0
+    assert all(checks(better).values())
+    assert better.confidence == 1.0
     assert (
         better.difference == pytest.approx(30)
         and better.intervals["nDCG@5"][0] > 20
@@ -109,10 +111,13 @@ def test_a_better_one_passes_a_worse_one_does_not_and_the_same_one_ties() -> Non
     )
     assert better.better - better.worse == 0.3 * 400
     worse = judged(ranking(half), ranking(more), truth, weight, group, RULES)
-    assert checks(worse) == {"nDCG@5": False, "confidence": False, "P@1": False, "tail/R@10": False}
+    expected = {"nDCG@5": False, "confidence": False, "P@1": False, "tail/R@10": False}
+    assert checks(worse) == expected
     assert worse.difference == -better.difference
     same = judged(ranking(half), ranking(half), truth, weight, group, RULES)
-    assert all(checks(same).values()) and same.difference == 0 and same.confidence == 1.0
+    assert all(checks(same).values())
+    assert same.difference == 0
+    assert same.confidence == 1.0
 
 
 def test_a_little_better_by_chance_is_not_sure() -> None:
@@ -126,11 +131,10 @@ def test_a_little_better_by_chance_is_not_sure() -> None:
     # one is ahead by a single query
     other[np.flatnonzero(~other)[: one.sum() - other.sum() - 1]] = True
     found = judged(ranking(one), ranking(other), truth, weight, group, RULES)
-    assert checks(found)["nDCG@5"] and not checks(found)["confidence"]
-    assert (
-        0.4 < found.confidence < 0.9
-        and found.intervals["nDCG@5"][0] < 0 < found.intervals["nDCG@5"][1]
-    )
+    assert checks(found)["nDCG@5"]
+    assert not checks(found)["confidence"]
+    assert 0.4 < found.confidence < 0.9
+    assert found.intervals["nDCG@5"][0] < 0 < found.intervals["nDCG@5"][1]
     unsure = judged(ranking(one), ranking(other), truth, weight, group, RULES | {"confidence": 0.0})
     assert "confidence" not in checks(unsure)
 
@@ -140,13 +144,21 @@ def test_margin_and_tolerance_count_to_the_point() -> None:
     half = np.arange(400) % 2 == 0
     three = half.copy()
     three[np.flatnonzero(~half)[:12]] = True  # 12 of 400: 3 points
-    for margin, passed in [(2.9, True), (3.0, True), (3.1, False)]:
+    for margin, passed in [
+        (2.9, True),
+        (3.0, True),
+        (3.1, False),
+    ]:
         found = judged(
             ranking(three), ranking(half), truth, weight, group, RULES | {"margin": margin}
         )
         assert checks(found)["nDCG@5"] is passed
     for tolerance, passed in [(2.9, False), (3.0, True)]:
-        rules = RULES | {"tolerance": tolerance, "guarded": ["P@1"], "margin": -9.0}
+        rules = RULES | {
+            "tolerance": tolerance,
+            "guarded": ["P@1"],
+            "margin": -9.0,
+        }
         found = judged(ranking(half), ranking(three), truth, weight, group, rules)
         assert checks(found) == {"nDCG@5": True, "confidence": True, "P@1": passed}
     # a negative margin is a loss that is borne: sure enough that no more is lost

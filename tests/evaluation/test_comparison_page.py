@@ -168,7 +168,8 @@ def test_all_parts_are_there(undrawn):
     ]
     # ranges of 3 metrics and of 3 groups, P@1 against PSP@5, curves of the 3 metrics that the
     # rounds have; each task
-    assert page.tags.count("svg") == 2 * (3 + 3 + 1 + 3)
+    expected = 2 * (3 + 3 + 1 + 3)
+    assert page.tags.count("svg") == expected
 
 
 def test_the_headline_table(undrawn):
@@ -177,10 +178,10 @@ def test_the_headline_table(undrawn):
     mean = statistics.fmean(values)
     spread = statistics.stdev(values)
     row = page.row("some text c", "3")
-    assert row[2] == f"{mean:.2f} ± {spread:.2f} ▲"
-    assert page.row("some text a", "3")[2].endswith("▼") and page.row("some text b", "3")[
-        2
-    ].endswith("0.10")
+    expected = f"{mean:.2f} ± {spread:.2f} ▲"
+    assert row[2] == expected
+    assert page.row("some text a", "3")[2].endswith("▼")
+    assert page.row("some text b", "3")[2].endswith("0.10")
     assert page.row("some text peer peer", "1")[2] == "41.50"
     order = [row[0].split()[2] for row in page.rows if row[1] in ("1", "3")]
     assert order == ["c", "peer", "b", "a"]  # by P@1; what failed is not in it
@@ -191,7 +192,9 @@ def test_the_headline_table(undrawn):
     bold = re.findall(
         r'<b class="best">([^<]*)</b>', _section(render_comparison(_full(tasks=1)), "results")
     )
-    assert bold[0] == f"{mean:.2f}" and "recipe" not in bold and len(bold) == len(METRICS)
+    assert bold[0] == f"{mean:.2f}"
+    assert "recipe" not in bold
+    assert len(bold) == len(METRICS)
 
 
 def test_ablations_are_differences_to_the_base():
@@ -207,9 +210,9 @@ def test_differences_seed_by_seed():
     same = Cell("t", "same", runs=[Run(s, {"m": v}) for s, v in ((1, 23.0), (0, 11.0))])
     other = Cell("t", "other", runs=[Run(7, {"m": 30.0})])
     of = difference_to(same, base, "m")
-    assert (of.mean, of.count) == (2.0, 2) and of.spread == pytest.approx(
-        statistics.stdev([1.0, 3.0])
-    )
+    assert (of.mean, of.count) == (2.0, 2)
+    expected = statistics.stdev([1.0, 3.0])
+    assert of.spread == pytest.approx(expected)
     of = difference_to(other, base, "m")
     assert of.mean == 15.0 and math.isnan(of.spread)
     assert math.isnan(difference_to(Cell("t", "none"), base, "m").mean)
@@ -221,8 +224,10 @@ def test_costs_and_curves():
     assert row[1:] == ["140", "200", "0.25", "500", "123,456"]
     curves = {cell.name: _curve(cell, "P@1") for cell in full.cells}
     assert curves["some text a"].x == [1.5, 3.0, 4.5]
-    assert curves["some text a"].y == pytest.approx([13.333, 26.667, 40.0], abs=0.001)
-    assert (curves["some text peer"].x, curves["some text peer"].y) == ([141.5 / 60], [41.5])
+    expected = pytest.approx([13.333, 26.667, 40.0], abs=0.001)
+    assert curves["some text a"].y == expected
+    assert curves["some text peer"].x == [141.5 / 60]
+    assert curves["some text peer"].y == [41.5]
 
 
 def test_curves_by_processor_time_where_every_round_has_it():
@@ -231,11 +236,13 @@ def test_curves_by_processor_time_where_every_round_has_it():
         curve=[line | {"work_seconds": 12.0 * line["round"]} for line in _run(0, 40.0).curve],
     )
     cell = Cell("t", "a", runs=[worked])
-    assert _curve(cell, "P@1", by_work=True).x == pytest.approx([0.2, 0.4, 0.6])
+    expected = pytest.approx([0.2, 0.4, 0.6])
+    assert _curve(cell, "P@1", by_work=True).x == expected
     served = Cell(
         "t", "served", runs=[Run(0, {}, {"P@1": 3.0}, {"work_seconds": 90.0, "train_seconds": 7.0})]
     )
-    assert (_curve(served, "P@1", by_work=True).x, _curve(served, "P@1").x) == ([1.5], [7 / 60])
+    assert _curve(served, "P@1", by_work=True).x == [1.5]
+    assert _curve(served, "P@1").x == [7 / 60]
     for cells, words in (([cell], True), ([cell, Cell("t", "b", runs=[_run(0, 3.0)])], False)):
         html = _section(render_comparison(ComparisonInput(cells=cells)), "time")
         assert ("processor minutes of training" in html) == words
@@ -250,9 +257,9 @@ def test_a_system_has_one_colour_in_all_charts_of_curves():
         render_comparison(ComparisonInput(cells=[*cells, Cell("t", "odd", runs=[odd])])), "time"
     )
     keys = re.findall(r'<div class="legend">(.*?)</div>', html)
-    assert (
-        len(keys) == 3 and len(set(keys)) == 1 and keys[0].index("cell 3") < keys[0].index("cell 0")
-    )
+    assert len(keys) == 3
+    assert len(set(keys)) == 1
+    assert keys[0].index("cell 3") < keys[0].index("cell 0")
 
 
 @pytest.mark.parametrize("missing", [f.name for f in dataclasses.fields(ComparisonInput)])
@@ -279,7 +286,8 @@ def test_odd_input(undrawn):
     )
     one = ComparisonInput(cells=[Cell("t", "only", runs=[nan]), Cell("t", "failed")])
     html = render_comparison(one)
-    assert Page(html).open == [] and "nan" not in html.lower().replace("finance", "")
+    assert Page(html).open == []
+    assert "nan" not in html.lower().replace("finance", "")
     many = [Cell("t", f"cell {i}", runs=[_run(0, 10.0 + i)]) for i in range(30)]
     html = render_comparison(ComparisonInput(cells=many))
     assert "The 8 best by P@1 have colours." in html

@@ -55,10 +55,11 @@ def test_js_distance_is_scipys_on_random_and_degenerate_histograms() -> None:
         assert js_distance(first, second) == pytest.approx(
             jensenshannon(first, second, base=2), abs=1e-7
         )
-    assert js_distance([1, 0], [0, 5]) == 1.0 and js_distance([2, 2], [7, 7]) == 0.0
-    assert js_distance([0, 0], [0, 0]) == 0.0 and js_distance([0, 0], [1, 0]) == 1.0 == js_distance(
-        [1, 0], [0, 0]
-    )
+    assert js_distance([1, 0], [0, 5]) == 1.0
+    assert js_distance([2, 2], [7, 7]) == 0.0
+    assert js_distance([0, 0], [0, 0]) == 0.0
+    assert js_distance([0, 0], [1, 0]) == 1.0
+    assert js_distance([1, 0], [0, 0]) == 1.0
 
 
 def test_what_is_served_by_hand() -> None:
@@ -67,7 +68,8 @@ def test_what_is_served_by_hand() -> None:
     scores = rng.random(500)
     vectors[:, 6] = 3  # a constant dimension counts nothing in a shift
     reference = served_facts(vectors, scores)
-    assert reference is not None and json.loads(json.dumps(reference)) == reference
+    assert reference is not None
+    assert json.loads(json.dumps(reference)) == reference
     assert served_facts(np.zeros((0, 6)), np.zeros(0)) is None
     window = rng.normal(size=(90, 7)) + 1
     answered = rng.random(90) / 2
@@ -83,11 +85,11 @@ def test_what_is_served_by_hand() -> None:
         np.bincount([sum(edge <= s for edge in edges) for s in some], minlength=20)
         for some in (answered, scores)
     ]
-    shift = np.sqrt(np.mean(((window.mean(0) - vectors.mean(0))[:6] / vectors.std(0)[:6]) ** 2))
+    moved = (window.mean(0) - vectors.mean(0)) / vectors.std(0)
+    shift = np.sqrt(np.mean(moved[:6] ** 2))
     assert found["shift"].new == pytest.approx(shift, rel=1e-4)
-    assert found["spread"].new == pytest.approx(
-        window.var(0).sum() / vectors.var(0).sum(), rel=1e-3
-    )
+    expected = window.var(0).sum() / vectors.var(0).sum()
+    assert found["spread"].new == pytest.approx(expected, rel=1e-3)
     assert found["low_score"].new == pytest.approx(
         (answered < np.quantile(scores, 0.05)).mean(), abs=0.01
     )
@@ -105,7 +107,8 @@ def test_the_noise_of_a_distance_is_what_new_draws_of_one_distribution_give() ->
         check = _distance(
             "x", "x", (2000 * share).round().astype(int), rng.multinomial(size, share), (0.0, None)
         )
-        assert check.noise == pytest.approx(np.quantile(drawn, 0.99), rel=0.15)
+        expected = np.quantile(drawn, 0.99)
+        assert check.noise == pytest.approx(expected, rel=0.15)
     assert _distance("x", "x", [0, 0], [3, 4], (0.1, None)).state == "warning"
 
 
@@ -173,7 +176,8 @@ def test_a_later_data_set_within_and_beyond_its_bounds(profile: Figures) -> None
 
     train = profile["rows"]["train"]
     assert states(lambda new: None) == {}
-    assert states(rows("train", train * 1.09)) == {} == states(rows("train", train * 0.91))
+    assert states(rows("train", train * 1.09)) == {}
+    assert states(rows("train", train * 0.91)) == {}
     assert (
         states(rows("train", train * 1.2))
         == {"train": "warning"}
@@ -190,7 +194,8 @@ def test_a_later_data_set_within_and_beyond_its_bounds(profile: Figures) -> None
     def unseen(value: float) -> Callable[[Figures], None]:
         return lambda new: new["shares"].update(unseen_labels={"share": value, "of": 10**6})
 
-    assert states(unseen(share)) == {} and states(unseen(1.0)) == {"unseen_labels": "stop"}
+    assert states(unseen(share)) == {}
+    assert states(unseen(1.0)) == {"unseen_labels": "stop"}
     twisted = profile["queries"]["tokens"]["buckets"][::-1]
     assert (
         states(lambda new: new["queries"]["tokens"].update(buckets=twisted))[
@@ -200,7 +205,8 @@ def test_a_later_data_set_within_and_beyond_its_bounds(profile: Figures) -> None
     )
     assert states(lambda new: None, label_changes={"left": 0.05, "new": 0.05}) == {}
     found = states(lambda new: None, label_changes={"left": 0.2, "new": 0.9})
-    assert list(found.items()) == [("labels_new", "stop"), ("labels_left", "warning")]
+    expected = [("labels_new", "stop"), ("labels_left", "warning")]
+    assert list(found.items()) == expected
 
 
 def test_nothing_before_bounds_nothing(profile: Figures) -> None:
@@ -208,16 +214,15 @@ def test_nothing_before_bounds_nothing(profile: Figures) -> None:
     old = copy.deepcopy(profile)
     old["rows"]["validation"] = 0
     checks = {check.key: check for check in compare(old, profile, LIMITS)}
-    assert checks["validation"].state == "ok" and checks["validation"].warn == (None, None)
+    assert checks["validation"].state == "ok"
+    assert checks["validation"].warn == (None, None)
 
 
 def test_small_shares_do_not_cry_wolf() -> None:
     """One duplicate among a hundred where there was none; the same share of a million warns."""
     levels = (LIMITS.warn_change, LIMITS.stop_change)
-    assert (
-        _share("x", "x", {"share": 0.0, "of": 100}, {"share": 0.01, "of": 100}, levels).state
-        == "ok"
-    )
+    state = _share("x", "x", {"share": 0.0, "of": 100}, {"share": 0.01, "of": 100}, levels).state
+    assert state == "ok"
     many = {"share": 0.0, "of": 10**6}
     assert _share("x", "x", many, {"share": 0.02, "of": 10**6}, levels).state == "warning"
     assert _share("x", "x", many, {"share": 0.06, "of": 10**6}, levels).state == "stop"
@@ -236,11 +241,13 @@ def test_quality_of_a_labelled_window() -> None:
         )
 
     assert states(40, 30) == set() == states(37, 27.5) == states(90, 90)
-    assert states(30, 30) == {"P_at_1"} and states(40, 20) == {"nDCG_at_5"}
+    assert states(30, 30) == {"P_at_1"}
+    assert states(40, 20) == {"nDCG_at_5"}
     assert states(40, 30, 0.5) == {"unknown_labels"}
     unlabelled = {"metrics": {}, "unknown_labels": {"share": 0.0, "of": 0}}
     found = compare(side | {"metrics": {"P@1": 40.0}}, side | unlabelled, LIMITS)
-    assert "P_at_1" not in {check.key for check in found} and found[-1].key == "unknown_labels"
+    assert "P_at_1" not in {check.key for check in found}
+    assert found[-1].key == "unknown_labels"
 
 
 def test_words_of_a_check() -> None:
@@ -255,5 +262,7 @@ def test_words_of_a_check() -> None:
         "lengths: 0.700; at most 0.500 expected",
     ]
     stored = checks[2].to_json()
-    assert stored["drifted"] and stored["check"] == "c" and stored["stop"] == [None, 0.5]
+    assert stored["drifted"]
+    assert stored["check"] == "c"
+    assert stored["stop"] == [None, 0.5]
     assert Check("n", "n", "mean", 1.0, float("nan"), (0.9, 1.1)).state == "warning"

@@ -58,28 +58,33 @@ def test_lines_lie_where_their_numbers_are_and_break_at_gaps():
         "c", [Line("a", [0, 1, 2, 3, 4], [0, 10, NAN, 5, 5], dots=True)], "x", "y", y_from_zero=True
     )
     ((x0, y0), (x1, y1), (x3, y3), (x4, y4)) = paths(chart, COLOURS[0])[0]
-    assert x4 - x0 == pytest.approx(4 * (x1 - x0), abs=0.01) and y1 < y3 == y4 < y0
-    assert x3 - x1 == pytest.approx(2 * (x1 - x0), abs=0.01) and y0 - y3 == pytest.approx(
-        (y0 - y1) / 2, abs=0.01
-    )
+    expected = 4 * (x1 - x0)
+    assert x4 - x0 == pytest.approx(expected, abs=0.01)
+    assert y1 < y3 == y4 < y0
+    assert x3 - x1 == pytest.approx(2 * (x1 - x0), abs=0.01)
+    assert y0 - y3 == pytest.approx((y0 - y1) / 2, abs=0.01)
     assert dots(chart, COLOURS[0]) == [(x0, y0), (x1, y1), (x3, y3), (x4, y4)]
     (long,) = paths(
         line_chart("c", [Line("a", list(range(5000)), [i % 50 for i in range(5000)])], "x", "y"),
         "#2463a6",
     )
     assert 100 < len(long) <= 300
-    for y in ([3.0], [0.0, 0.0], [1e-9, 2e-9], [-5.0, 1e12]):
+    for y in (
+        [3.0],
+        [0.0, 0.0],
+        [1e-9, 2e-9],
+        [-5.0, 1e12],
+    ):
         assert "<svg" in drawn(line_chart("c", [Line("a", list(range(len(y))), y)], "x", "y"))
-    assert (
-        line_chart("c", [Line("a", [], [])], "x", "y") is None
-        and line_chart("c", [], "x", "y") is None
-    )
+    assert line_chart("c", [Line("a", [], [])], "x", "y") is None
+    assert line_chart("c", [], "x", "y") is None
 
 
 def test_muted_lines_are_grey_and_in_no_table():
     lines = [Line("a", [0, 1], [1, 2]), Line("b", [0, 2], [3, 4], muted=True)]
     chart = line_chart("c", lines, "x", "y")
-    assert len(paths(chart, COLOURS[0])) == 1 and len(paths(chart, f"stroke: {MUTED}")) >= 1
+    assert len(paths(chart, COLOURS[0])) == 1
+    assert len(paths(chart, f"stroke: {MUTED}")) >= 1
     assert (
         list(chart.legend) == ["a"]
         and list(chart.table.header) == ["x", "a"]
@@ -95,9 +100,11 @@ def test_points_lie_where_their_numbers_are_and_the_best_are_named():
         ("none", NAN, 1.0, False),
     ]
     chart = point_chart("c", "x", "y", points)
-    (low, left), (right,) = dots(chart, COLOURS[0]), dots(chart, COLOURS[PEER])
-    assert left[0] - low[0] == pytest.approx((right[0] - low[0]) / 2, abs=0.01)
-    assert low[1] - right[1] == pytest.approx((low[1] - left[1]) / 2, abs=0.01)
+    (x_low, y_low), (x_left, y_left) = dots(chart, COLOURS[0])
+    ((x_right, y_right),) = dots(chart, COLOURS[PEER])
+    expected = (x_right - x_low) / 2
+    assert x_left - x_low == pytest.approx(expected, abs=0.01)
+    assert y_low - y_right == pytest.approx((y_low - y_left) / 2, abs=0.01)
     assert [name for name in ("low", "left", "right") if f">{name}</text>" in drawn(chart)] == [
         "left",
         "right",
@@ -116,23 +123,35 @@ def test_bars_are_as_high_as_their_numbers():
 
     chart = bar_chart("c", ["g", "h"], [("a", [10.0, 5.0]), ("b", [-3.0, NAN])], "y")
     first, second = heights(chart, COLOURS[0])
-    assert first == pytest.approx(2 * second) and heights(chart, COLOURS[1]) == [0, 0]
+    assert first == pytest.approx(2 * second)
+    assert heights(chart, COLOURS[1]) == [0, 0]
     assert all(f">{text}<" in drawn(chart) for text in ("10.0", "5.0", "0.0", "g", "h"))
     stacked = bar_chart("c", ["g"], [("a", [1.0]), ("b", [3.0])], "y", stacked=True)
-    assert heights(stacked, COLOURS[1])[0] == pytest.approx(3 * heights(stacked, COLOURS[0])[0])
+    of_low, of_high = (heights(stacked, colour)[0] for colour in COLOURS[:2])
+    assert of_high == pytest.approx(3 * of_low)
     low, high = (paths(stacked, f"fill: {colour}")[0] for colour in COLOURS[:2])
-    assert max(y for _, y in high) == pytest.approx(min(y for _, y in low))
+    bottom = max(y for _, y in high)
+    top = min(y for _, y in low)
+    assert bottom == pytest.approx(top)
     assert bar_chart("c", [], [], "y") is None
 
 
 def test_ranges_lie_where_their_numbers_are():
-    rows = [Range("a", 10.0, (9.0, 11.0), [9.0, 11.0]), Range("b", 20.0, colour=5), Range("c", NAN)]
+    rows = [
+        Range("a", 10.0, (9.0, 11.0), [9.0, 11.0]),
+        Range("b", 20.0, colour=5),
+        Range("c", NAN),
+    ]
     chart = range_chart("c", rows, "x")
     ((left, _), (right, _)) = paths(chart, f"stroke: {COLOURS[0]}")[0]
     assert [x for x, _ in dots(chart, COLOURS[1])] == [left, right]
-    ((mean, y),), ((other, below),) = dots(chart, COLOURS[0]), dots(chart, COLOURS[5])
-    assert other - mean == pytest.approx(5 * (right - left), abs=0.01) and below > y
-    assert chart.about == "x; a 10.00; b 20.00" and range_chart("c", [], "x") is None
+    ((mean, y),) = dots(chart, COLOURS[0])
+    ((other, below),) = dots(chart, COLOURS[5])
+    expected = 5 * (right - left)
+    assert other - mean == pytest.approx(expected, abs=0.01)
+    assert below > y
+    assert chart.about == "x; a 10.00; b 20.00"
+    assert range_chart("c", [], "x") is None
     assert "a very long name a very lon…" in drawn(
         range_chart("c", [Range("a very long name " * 5, 1.0)], "x")
     )
@@ -141,10 +160,13 @@ def test_ranges_lie_where_their_numbers_are():
 def test_each_figure_has_a_table_behind_it():
     lines = [Line("loss", [1, 2, 3], [0.5, NAN, 0.25]), Line("<b>", [2], [1234567.0], dots=True)]
     chart = line_chart("c", lines, "step", "y")
-    assert chart is not None and chart.table.header == ["step", "loss", "<b>"]
+    assert chart is not None
+    assert chart.table.header == ["step", "loss", "<b>"]
     assert chart.table.rows == [["1", "0.5", "–"], ["2", "–", "1,234,567"], ["3", "0.25", "–"]]
     bars = bar_chart("c", ["g", "h"], [("a", [10.0, 5.0]), ("b", [3.0, NAN])], "y", x_label="x")
-    assert bars is not None and bars.table.rows == [["g", "10", "3"], ["h", "5", "0"]]
+    assert bars is not None
+    expected = [["g", "10", "3"], ["h", "5", "0"]]
+    assert bars.table.rows == expected
     ranges = range_chart("c", [Range("a", 10.0, (9.0, 11.0)), Range("b", 20.0)], "x")
     assert ranges is not None
     assert ranges.table.rows == [["a", "10.00, 9.00 to 11.00"], ["b", "20.00"]]
@@ -165,7 +187,9 @@ def test_an_axis_in_percent_ends_at_a_hundred(label, most):
         seen.append(axes)
 
     dataclasses.replace(chart, draw=draw).svg()
-    assert seen[0].get_ylim() == pytest.approx((0.0, most)) and seen[0].get_xlim() == (-0.5, 0.5)
+    expected = pytest.approx((0.0, most))
+    assert seen[0].get_ylim() == expected
+    assert seen[0].get_xlim() == (-0.5, 0.5)
 
 
 def test_the_same_bytes_whatever_the_texts_hold():
@@ -176,4 +200,6 @@ def test_the_same_bytes_whatever_the_texts_hold():
         and "$a$_b" in svg
         and not re.search(r'(src|href)="(?!#)|<style|\bid="figure', svg)
     )
-    assert "width=" not in svg.split(">")[0] and "&lt;i&gt;" in svg and "y &amp; y" in svg
+    assert "width=" not in svg.split(">")[0]
+    assert "&lt;i&gt;" in svg
+    assert "y &amp; y" in svg

@@ -49,7 +49,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 def test_a_new_metric_is_measured_and_may_be_asked_for(made: dict[str, float]) -> None:
-    assert made[MADE] == made["P@5"] > 0 and made[f"tail/{MADE}"] == made["tail/P@5"] > 0
+    assert made[MADE] == made["P@5"] > 0
+    assert made[f"tail/{MADE}"] == made["tail/P@5"] > 0
     assert names.headline(made)[MADE] == made[MADE]  # metrics.json, validation, bundles
     assert Gate(metric=MADE, guarded=[f"tail/{MADE}"]).metric == MADE
 
@@ -58,8 +59,10 @@ def test_a_new_metric_is_shown_on_the_pages(made: dict[str, float], undrawn: Non
     history = [{"round": 1, "train_seconds": 60.0, "validation": made}]
     report = ReportInput(metrics={"both": made}, at_best=made, rounds=history)
     page = Page(render_report(report))
-    assert f"{MADE}, at best" in page.words and f"{MADE} within each group" in page.words
-    assert MADE in page.row("system") and f"{MADE} within" in page.row("system, group")
+    assert f"{MADE}, at best" in page.words
+    assert f"{MADE} within each group" in page.words
+    assert MADE in page.row("system")
+    assert f"{MADE} within" in page.row("system, group")
     assert MADE in wins_and_losses(made, made)
     validation = next(row for row in page.rows if row[0] == "minutes of training and refreshes")
     assert MADE in validation
@@ -67,9 +70,14 @@ def test_a_new_metric_is_shown_on_the_pages(made: dict[str, float], undrawn: Non
     cell = Cell("data", "one", runs=[Run(0, made, validation=made, curve=history)])
     words = render_comparison(ComparisonInput(cells=[cell]))
     found = Page(words)
-    assert MADE in found.row("system", "seeds") and f"{MADE} tail" in found.words
+    assert MADE in found.row("system", "seeds")
+    assert f"{MADE} tail" in found.words
     captions = re.findall(r"<figcaption>([^<]*)", words)
-    wanted = [f"{MADE}, test split", f"tail/{MADE}, test split", f"{MADE}, validation split"]
+    wanted = [
+        f"{MADE}, test split",
+        f"tail/{MADE}, test split",
+        f"{MADE}, validation split",
+    ]
     assert set(wanted) <= set(captions)
 
     compared = {
@@ -98,7 +106,11 @@ def test_a_new_metric_is_shown_on_the_pages(made: dict[str, float], undrawn: Non
 
 def test_a_new_metric_is_in_mlflow(made: dict[str, float]) -> None:
     figures = split_figures({"test": made, "de": made, "index": {}})
-    assert {f"test/{MADE}", f"test/head/{MADE}", f"de/{MADE}"} <= figures.keys()
+    assert {
+        f"test/{MADE}",
+        f"test/head/{MADE}",
+        f"de/{MADE}",
+    } <= figures.keys()
     assert MADE in markdown_table(made)
     assert "metrics.`test/Made_at_5`" in store._view_state()["selectedColumns"]
     assert MADE in lineage.columns()

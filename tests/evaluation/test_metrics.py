@@ -25,26 +25,29 @@ from unidec.evaluation.metrics import (
 KS = (1, 3, 5, 10, 100)
 
 
+def ratio(part, whole):
+    """0 of nothing."""
+    return part / whole if whole else 0.0
+
+
+def discount(rank):
+    return 1 / math.log2(rank + 1)
+
+
 def dense_reference(predicted, truth, weight, group, ks, propensity_ks):
     """Every metric by loops over queries and ranks; truth is a dense 0/1 matrix."""
     num_queries, num_labels = truth.shape
 
     def ideal(n):
-        return sum(1 / math.log2(j + 1) for j in range(1, n + 1))
+        return sum(discount(j) for j in range(1, n + 1))
 
     def one_scope(mask, mean_all):
         out = {}
-        positives = [
-            [label for label in range(num_labels) if truth[i, label] and mask[label]]
-            for i in range(num_queries)
-        ]
+        counts = truth.astype(bool) & mask
+        positives = [np.flatnonzero(row).tolist() for row in counts]
         ranks = [
-            [
-                (j, label)
-                for j, label in enumerate(predicted[i], 1)
-                if label >= 0 and truth[i, label] and mask[label]
-            ]
-            for i in range(num_queries)
+            [(j, label) for j, label in enumerate(labels, 1) if label >= 0 and row[label]]
+            for labels, row in zip(predicted, counts, strict=True)
         ]
         counted = num_queries if mean_all else sum(bool(p) for p in positives)
         relevant = {label for p in positives for label in p}
@@ -57,13 +60,12 @@ def dense_reference(predicted, truth, weight, group, ks, propensity_ks):
                 found |= {label for _, label in within}
                 if positives[i]:
                     r += len(within) / len(positives[i])
-                    n += sum(1 / math.log2(j + 1) for j, _ in within) / ideal(
-                        min(k, len(positives[i]))
-                    )
-            out[f"P@{k}"] = p / num_queries if num_queries else 0.0
-            out[f"R@{k}"] = r / counted if counted else 0.0
-            out[f"nDCG@{k}"] = n / counted if counted else 0.0
-            out[f"coverage@{k}"] = len(found) / len(relevant) if relevant else 0.0
+                    gain = sum(discount(j) for j, _ in within)
+                    n += gain / ideal(min(k, len(positives[i])))
+            out[f"P@{k}"] = ratio(p, num_queries)
+            out[f"R@{k}"] = ratio(r, counted)
+            out[f"nDCG@{k}"] = ratio(n, counted)
+            out[f"coverage@{k}"] = ratio(len(found), len(relevant))
         for k in propensity_ks:
             top = top_best = gain = gain_best = 0.0
             for i in range(num_queries):
@@ -74,15 +76,15 @@ def dense_reference(predicted, truth, weight, group, ks, propensity_ks):
                 within = [(j, label) for j, label in ranks[i] if j <= k]
                 top += sum(weight[label] for _, label in within)
                 top_best += sum(best)
-                gain += sum(weight[label] / math.log2(j + 1) for j, label in within) / norm
-                gain_best += sum(w / math.log2(j + 1) for j, w in enumerate(best, 1)) / norm
-            out[f"PSP@{k}"] = top / top_best if top_best else 0.0
-            out[f"PSnDCG@{k}"] = gain / gain_best if gain_best else 0.0
-        first = sum(1 / r[0][0] for r in ranks if r and r[0][0] <= max(ks))
-        out["MRR"] = first / counted if counted else 0.0
-        return {key: 100 * value for key, value in out.items()}, float(
-            sum(bool(p) for p in positives)
-        )
+                gain += sum(weight[label] * discount(j) for j, label in within) / norm
+                gain_best += sum(w * discount(j) for j, w in enumerate(best, 1)) / norm
+            out[f"PSP@{k}"] = ratio(top, top_best)
+            out[f"PSnDCG@{k}"] = ratio(gain, gain_best)
+        firsts = [found[0][0] for found in ranks if found]
+        reciprocal = sum(1 / rank for rank in firsts if rank <= max(ks))
+        out["MRR"] = ratio(reciprocal, counted)
+        num_with_positives = sum(bool(p) for p in positives)
+        return {key: 100 * value for key, value in out.items()}, float(num_with_positives)
 
     out, _ = one_scope(np.ones(num_labels, bool), True)
     out["num_queries"] = float(num_queries)
@@ -239,12 +241,14 @@ def test_degenerate_inputs_are_defined():
 
 
 def test_unsorted_and_repeated_truth_entries_count_once():
-    messy = csr_matrix((np.ones(4), np.array([2, 0, 0, 1]), np.array([0, 3, 4])), shape=(2, 3))
+    columns = [2, 0, 0, 1]
+    messy = csr_matrix((np.ones(4), columns, [0, 3, 4]), shape=(2, 3))
     clean = csr_matrix(np.array([[1, 0, 1], [0, 1, 0]]))
     predicted = np.array([[0, 2, 1], [2, 1, 0]])
-    assert evaluate(predicted, messy, np.ones(3), [0, 1, 2]) == evaluate(
-        predicted, clean, np.ones(3), [0, 1, 2]
+    of_messy, of_clean = (
+        evaluate(predicted, truth, np.ones(3), [0, 1, 2]) for truth in (messy, clean)
     )
+    assert of_messy == of_clean
 
 
 @pytest.mark.parametrize(
@@ -272,31 +276,43 @@ def test_the_refusal_names_the_row():
 
 
 @pytest.mark.parametrize(
-    ("k", "density"), [(1, 0.2), (6, 0.3), (12, 0.2), (20, 0.5), (0, 0.1), (4, 0.0), (4, 1.0)]
+    ("k", "density"),
+    [
+        (1, 0.2),
+        (6, 0.3),
+        (12, 0.2),
+        (20, 0.5),
+        (0, 0.1),
+        (4, 0.0),
+        (4, 1.0),
+    ],
 )
 def test_remove_filtered_equals_a_slow_loop(k, density):
     rng = np.random.default_rng(int(100 * density) + k)
     predicted, _, _, _, _ = random_case(k, 40, 25, 12, 0.1)
     filtered = rng.random((40, 25)) < density
     got = remove_filtered(predicted, csr_matrix(filtered), k)
-    assert got.shape == (40, k) and got.dtype == np.int64
+    assert got.shape == (40, k)
+    assert got.dtype == np.int64
     for i in range(40):
         left = [p for p in predicted[i] if p >= 0 and not filtered[i, p]][:k]
-        assert got[i].tolist() == left + [-1] * (k - len(left))
+        expected = left + [-1] * (k - len(left))
+        assert got[i].tolist() == expected
 
 
 def test_what_is_left_moves_up():
     labels = np.array([[1, -1, 3, -1], [-1, -1, -1, 7]])
     assert moved_up(labels, 3).tolist() == [[1, 3, -1], [7, -1, -1]]
-    assert moved_up(labels, 1).tolist() == [[1], [7]] and moved_up(labels, 6).shape == (2, 6)
+    expected = [[1], [7]]
+    assert moved_up(labels, 1).tolist() == expected
+    assert moved_up(labels, 6).shape == (2, 6)
     assert moved_up(np.zeros((2, 0), dtype=int), 2).tolist() == [[-1, -1]] * 2
 
 
 def test_keys_of_pairs():
     pairs = csr_matrix(([True, False, True], ([0, 2, 2], [3, 1, 0])), shape=(3, 4))
-    assert pair_keys(pairs).tolist() == [3, 8, 9] and pair_keys(
-        pairs, positive_only=True
-    ).tolist() == [3, 8]
+    assert pair_keys(pairs).tolist() == [3, 8, 9]
+    assert pair_keys(pairs, positive_only=True).tolist() == [3, 8]
     assert pair_keys(csr_matrix((0, 4))).tolist() == []
 
 
@@ -312,7 +328,8 @@ def test_equals_scikit_learn_ndcg(seed):
     scores = rng.random(truth.shape)
     got = evaluate(np.argsort(-scores, axis=1), csr_matrix(truth), np.ones(30), np.zeros(30, int))
     for k in (1, 3, 5, 10):
-        assert got[f"nDCG@{k}"] == pytest.approx(100 * metrics.ndcg_score(truth, scores, k=k))
+        expected = 100 * metrics.ndcg_score(truth, scores, k=k)
+        assert got[f"nDCG@{k}"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
@@ -338,9 +355,9 @@ def test_no_ranking_is_better_than_the_ideal_one() -> None:
     ideal = evaluate(ideal_ranking(truth, weight_L, k), truth, weight_L, group_L)
     counts = np.diff(truth.indptr)
     assert ideal["P@5"] == pytest.approx(100 * np.minimum(counts, 5).mean() / 5)
-    assert ideal["PSP@5"] == pytest.approx(100) and ideal["nDCG@5"] == pytest.approx(
-        100 * (counts > 0).mean()
-    )
+    assert ideal["PSP@5"] == pytest.approx(100)
+    expected = 100 * (counts > 0).mean()
+    assert ideal["nDCG@5"] == pytest.approx(expected)
     for _ in range(20):
         tried = np.array([rng.permutation(num_labels)[:k] for _ in range(num)])
         found = evaluate(tried, truth, weight_L, group_L)
@@ -351,4 +368,5 @@ def test_no_ranking_is_better_than_the_ideal_one() -> None:
         ]
         assert not worse, worse
     none = ideal_ranking(csr_matrix((3, 5), dtype=np.float32), np.ones(5), 4)
-    assert (none == -1).all() and none.shape == (3, 4)
+    assert (none == -1).all()
+    assert none.shape == (3, 4)

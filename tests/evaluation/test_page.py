@@ -19,7 +19,15 @@ def test_cells_of_a_table():
         ["<b>", Shown("–"), 3.0],
         ["c", 1.25, None],
     ]
-    html = shown(Table(["name", "up", "more"], rows, best=True, kinds=["base"], caption="cap<"))
+    html = shown(
+        Table(
+            ["name", "up", "more"],
+            rows,
+            best=True,
+            kinds=["base"],
+            caption="cap<",
+        )
+    )
     assert re.findall(r'<b class="best">([^<]*)</b>', html) == ["1.50", "7.00"]
     assert (
         '<tr class="base">' in html
@@ -27,7 +35,8 @@ def test_cells_of_a_table():
         and "<b>" not in html
         and "<small> ± 0.1</small>" in html
     )
-    assert Page(html).open == [] and shown(Table(["a"], [])).strip() == ""
+    assert Page(html).open == []
+    assert shown(Table(["a"], [])).strip() == ""
 
 
 def test_of_equals_none_is_the_best():

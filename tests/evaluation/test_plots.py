@@ -16,7 +16,14 @@ METRICS = {
     "torso/R@10": 2.5,
     "head/R@10": 3.5,
 }
-HISTORY = [{"step": s, "loss": 5 / s, "lr_heads": 1e-4} for s in range(1, 30)]
+HISTORY = [
+    {
+        "step": s,
+        "loss": 5 / s,
+        "lr_heads": 1e-4,
+    }
+    for s in range(1, 30)
+]
 REFRESH = {"refresh_seconds": 9.0, "cluster_seconds": 2.0, "mine_seconds": 3.0}
 ROUNDS = [
     {
@@ -32,12 +39,18 @@ ROUNDS = [
 
 
 def test_parts_of_a_round():
-    parts = {"cluster": [2.0] * 3, "mine": [3.0] * 3, "train": [50.0] * 3}
-    assert round_parts(ROUNDS) == parts and list(round_parts(ROUNDS)) == list(parts)
-    assert round_parts([{"refresh": {"refresh_seconds": 2.0}, "train_seconds": 5.0}]) == {
+    parts = {
+        "cluster": [2.0] * 3,
+        "mine": [3.0] * 3,
+        "train": [50.0] * 3,
+    }
+    assert round_parts(ROUNDS) == parts
+    assert list(round_parts(ROUNDS)) == list(parts)
+    expected = {
         "refresh": [2.0],
         "train": [5.0],
     }
+    assert round_parts([{"refresh": {"refresh_seconds": 2.0}, "train_seconds": 5.0}]) == expected
     # sums over rounds, and what runs beside the training, are no parts of a round; validation is
     # none of its refresh
     whole = {
@@ -47,13 +60,18 @@ def test_parts_of_a_round():
         "validation_seconds": 1.5,
         "refresh": {"mine_seconds": 2.0, "refresh_seconds": 2.0},
     }
-    assert round_parts([whole]) == {"mine": [2.0], "train": [5.0], "validation": [1.5]}
+    assert round_parts([whole]) == {
+        "mine": [2.0],
+        "train": [5.0],
+        "validation": [1.5],
+    }
     assert round_parts([{"round": 1}]) == {}
 
 
 def test_wall_time_is_training_and_refreshes_summed_up():
     found = validation_records([*ROUNDS, {"train_seconds": 1.0}, {"validation": {"P@1": 1.0}}])
-    assert [row["seconds"] for row in found] == [59.0, 118.0, 177.0, 178.0]
+    seconds = [row["seconds"] for row in found]
+    assert seconds == [59.0, 118.0, 177.0, 178.0]
     assert [row["minutes"] for row in found] == pytest.approx(
         [row["seconds"] / 60 for row in found]
     )
@@ -70,17 +88,21 @@ def test_tables_for_dvc_plots(tmp_path):
     assert set(tables) == {"training.csv", "validation.csv", "at_k.csv", "groups.csv"}
     assert len(tables["training.csv"]) == len(HISTORY)
     assert float(tables["training.csv"][3]["loss"]) == pytest.approx(HISTORY[3]["loss"], rel=1e-5)
-    assert "loss_clf" not in tables["training.csv"][0] and "lr_heads" in tables["training.csv"][0]
-    assert [row["epoch"] for row in tables["validation.csv"]] == ["5", "10", "15"]
+    assert "loss_clf" not in tables["training.csv"][0]
+    assert "lr_heads" in tables["training.csv"][0]
+    epochs = [row["epoch"] for row in tables["validation.csv"]]
+    assert epochs == ["5", "10", "15"]
     assert [float(row["seconds"]) for row in tables["validation.csv"]] == [59, 118, 177]
     assert [float(row["P_at_1"]) for row in tables["validation.csv"]] == [31, 32, 33]
     at_k = tables["at_k.csv"]
-    assert [row["k"] for row in at_k] == ["1", "3", "5"] and at_k[1]["precision"] == ""
+    assert [row["k"] for row in at_k] == ["1", "3", "5"]
+    assert at_k[1]["precision"] == ""
     assert float(at_k[0]["recall"]) == pytest.approx(9.87654, abs=1e-5)
-    assert [(row["group"], row["R_at_10"]) for row in tables["groups.csv"]] == [
+    expected = [
         ("tail", "1.5"),
         ("torso", "2.5"),
         ("head", "3.5"),
     ]
+    assert [(row["group"], row["R_at_10"]) for row in tables["groups.csv"]] == expected
     for path in plots_csv([], [], {}, tmp_path / "empty"):
         assert len(path.read_text().splitlines()) == 1

@@ -195,7 +195,8 @@ def test_all_parts_are_there():
         assert text in page.words, text
     # contributions, within bins, groups; validation, loss, rates, norm, two of pools; rounds; tail;
     # calibration
-    assert page.tags.count("svg") == page.tags.count("figure") == 3 + 6 + 1 + 1 + 1
+    assert page.tags.count("svg") == page.tags.count("figure")
+    assert page.tags.count("figure") == 3 + 6 + 1 + 1 + 1
 
 
 @pytest.mark.parametrize("missing", [f.name for f in dataclasses.fields(ReportInput)])
@@ -229,9 +230,11 @@ def test_a_keyboard_reaches_all():
     assert (
         page.tags.count("summary") == page.tags.count("details") == 2 + page.tags.count("figure")
     )  # features, parameters
-    assert page.attributes.count(("scope", "row")) > 20 and ("lang", "en") in page.attributes
+    assert page.attributes.count(("scope", "row")) > 20
+    assert ("lang", "en") in page.attributes
     words = [value for name, value in page.attributes if name in ("aria-label", "alt")]
-    assert {"right", "wrong", "sections", "loss by step"} <= set(words) and all(words)
+    assert {"right", "wrong", "sections", "loss by step"} <= set(words)
+    assert all(words)
 
 
 def test_what_could_be_reached_at_best_is_beside_each_figure():
@@ -246,12 +249,15 @@ def test_what_could_be_reached_at_best_is_beside_each_figure():
 
 
 def test_long_lists_are_folded():
-    assert "<details open" not in _plain() and "all parameters" in Page(_plain()).words
+    assert "<details open" not in _plain()
+    assert "all parameters" in Page(_plain()).words
 
 
 def test_an_empty_report_is_a_page():
     page = Page(render(ReportInput()))
-    assert page.open == [] and "section" not in page.tags and "svg" not in page.tags
+    assert page.open == []
+    assert "section" not in page.tags
+    assert "svg" not in page.tags
 
 
 def test_the_same_input_gives_the_same_bytes(tmp_path):
@@ -274,13 +280,16 @@ def test_the_verdict_tells_where_it_wins_and_where_it_loses():
     )
     assert f"Against the champion (version 3), points: {words}." in page.words
     assert "Against the last run, points: measured on other data" in page.words
-    assert page.row("the champion (version 3)")[1] == "49.00" and not any(
-        row[:1] == ["the last run"] for row in page.rows
-    )
+    assert page.row("the champion (version 3)")[1] == "49.00"
+    assert not any(row[:1] == ["the last run"] for row in page.rows)
 
 
 def test_contributions_of_groups_stand_beside_the_metric_within_each(undrawn):
-    groups = {"tail": (50, 1.0), "torso": (20, 2.0), "head": (100, 0.0)}
+    groups = {
+        "tail": (50, 1.0),
+        "torso": (20, 2.0),
+        "head": (100, 0.0),
+    }
     metrics = {"num_queries": 200.0}
     for group, (queries, added) in groups.items():
         metrics |= {
@@ -296,7 +305,8 @@ def test_contributions_of_groups_stand_beside_the_metric_within_each(undrawn):
     )
     # 200 queries, 2 percent of 1000 places: 20 hits, which are 20 of the 100 places of the 20
     # queries with such a label
-    assert page.row("both heads, torso")[1:] == ["2.00", "20.00", "5.00", "20"]
+    expected = ["2.00", "20.00", "5.00", "20"]
+    assert page.row("both heads, torso")[1:] == expected
 
 
 def test_the_best_of_a_column_is_bold():
@@ -320,7 +330,15 @@ def test_the_best_of_a_column_is_bold():
     ],
 )
 def test_examples_say_how_a_score_comes_about(index, shown):
-    fused = Page(render(ReportInput(index=index, fusion=FUSION, losses=[_example("text")]))).words
+    fused = Page(
+        render(
+            ReportInput(
+                index=index,
+                fusion=FUSION,
+                losses=[_example("text")],
+            )
+        )
+    ).words
     assert "score = logit of the learnt fusion" in fused and "DE +" not in fused
     words = Page(render(ReportInput(index=index, losses=[_example("text")]))).words
     assert (
@@ -349,7 +367,8 @@ def test_numbers_that_are_not_finite_do_not_break_it():
         calibration={"probability": [-np.inf, np.nan], "correct": [0, 0]},
     )
     html = render(report)
-    assert Page(html).open == [] and "nan" not in html.lower()
+    assert Page(html).open == []
+    assert "nan" not in html.lower()
     assert 'id="calibration"' not in html
 
 
@@ -364,11 +383,13 @@ def test_calibration_against_a_loop():
     for i, (mean, precision, size) in enumerate(calibration_bins(score, correct)):
         part = pairs[start : start + (16 if i < 7 else 15)]  # 157 in 10 bins
         assert size == len(part)
-        assert precision == pytest.approx(sum(c for _, c in part) / size)
+        expected = sum(c for _, c in part) / size
+        assert precision == pytest.approx(expected)
         assert mean == pytest.approx(sum(s for s, _ in part) / size)
         start += len(part)
     assert start == len(pairs) == 157
-    assert len(calibration_bins([1.0, 2.0], [0, 1])) == 2 and calibration_bins([], []) == []
+    assert len(calibration_bins([1.0, 2.0], [0, 1])) == 2
+    assert calibration_bins([], []) == []
 
 
 def test_probabilities_are_drawn_against_what_was_right(undrawn):
@@ -396,5 +417,10 @@ def test_probabilities_are_drawn_against_what_was_right(undrawn):
 def test_nothing_heavy_is_imported_before_a_page_is_written():
     heavy = "[name for name in ('matplotlib', 'jinja2', 'torch', 'mlflow') if name in sys.modules]"
     code = f"import sys, unidec.evaluation.report; print({heavy})"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert out.stdout.strip() == "[]"

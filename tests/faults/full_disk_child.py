@@ -65,14 +65,16 @@ def main(folder: Path, how: str) -> None:
     else:
         raise SystemExit("it was saved")
     print(json.dumps(text))
-    assert (
-        f"at least {big.num_bytes:,} bytes" in text and "step-0000000010" in text and "fix:" in text
-    ), text
+    assert f"at least {big.num_bytes:,} bytes" in text, text
+    assert "step-0000000010" in text, text
+    assert "fix:" in text, text
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert sorted(os.listdir(folder / "checkpoints")) == ["latest", "step-0000000005"]
     loaded, refused = load_checkpoint(folder)
-    assert loaded is not None and loaded.state["step"] == 5 and refused == []
-    if how != "read-only":  # it goes on when there is space for what is to be saved
+    assert loaded is not None
+    assert loaded.state["step"] == 5
+    assert refused == []
+    if how != "read-only":  # it continues when there is space for what is to be saved
         writer.save(make(15, 100))
     shutil.disk_usage = disk_usage
 

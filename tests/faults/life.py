@@ -70,7 +70,11 @@ def validate(trainer: Any, path: Path) -> None:
     ):
         return
     say("validate")
-    line = {"epoch": trainer.at.epoch, "step": trainer.at.step, "validation": metrics(trainer)}
+    line = {
+        "epoch": trainer.at.epoch,
+        "step": trainer.at.step,
+        "validation": metrics(trainer),
+    }
     write_bytes_atomic(path, "".join(json.dumps(one) + "\n" for one in [*before, line]).encode())
     trainer.model.train()
 

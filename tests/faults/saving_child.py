@@ -126,7 +126,8 @@ def check(run_dir: Path, before: int | None, saved: int) -> int | None:
         assert before is None
         return None
     step = int(loaded.state["step"])
-    assert step in (before, saved) and equal(loaded, make(step))
+    assert step in (before, saved)
+    assert equal(loaded, make(step))
     return step
 
 
@@ -134,9 +135,13 @@ def check_next(run_dir: Path) -> None:
     """The next save needs no manual step and leaves nothing of the killed one."""
     save(run_dir, 99)
     loaded, refused = load_checkpoint(run_dir)
-    assert loaded is not None and equal(loaded, make(99)) and refused == []
+    assert loaded is not None
+    assert equal(loaded, make(99))
+    assert refused == []
     names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
-    assert names[0] == "latest" and names[-1] == "step-0000000099" and len(names) <= 3, names
+    assert names[0] == "latest", names
+    assert names[-1] == "step-0000000099", names
+    assert len(names) <= 3, names
     assert all(not name.startswith(".") for name in names), names
 
 

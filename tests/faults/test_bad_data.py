@@ -27,7 +27,14 @@ QUERIES = [
     {"uid": f"q{i}", "title": f"query {i}", "target_ind": [0, 2], "target_rel": [1.0, 0.5]}
     for i in range(4)
 ]
-TESTS = [{"uid": "t0", "title": "test", "target_ind": [1], "target_rel": [1.0]}]
+TESTS = [
+    {
+        "uid": "t0",
+        "title": "test",
+        "target_ind": [1],
+        "target_rel": [1.0],
+    }
+]
 
 
 def lines(items: list) -> bytes:
@@ -474,10 +481,8 @@ def test_beir(tiny_raw: RawData, tmp_path: Path) -> None:
     test.write_bytes(kept + b"train-0\tlabel-1\t1\n" + b"test-3\tnone\t1\n")
     text = message(tmp_path / "raw")
     assert "again in test (leak): 1" in text and "queries.jsonl:1" in text
-    assert (
-        "pair with an unknown label: 1" in text
-        and f"qrels/test.tsv:{kept.count(bytes([10])) + 2}" in text
-    )
+    assert "pair with an unknown label: 1" in text
+    assert f"qrels/test.tsv:{kept.count(bytes([10])) + 2}" in text
     test.write_bytes(kept)
     rows = train.read_bytes().split(b"\n")
     rows[3] = b"train-0\tlabel-1\t-1"
@@ -506,14 +511,21 @@ def test_degenerate_data_is_legal(
     raw_factory: Callable[..., RawData], tmp_path: Path, layout: str
 ) -> None:
     """A query without positives, a label without training queries, L = 1."""
-    for number, sizes in enumerate([(4, 2, 1), (1, 1, 3), (6, 3, 4)]):
+    for number, sizes in enumerate(
+        [
+            (4, 2, 1),
+            (1, 1, 3),
+            (6, 3, 4),
+        ]
+    ):
         raw = raw_factory(*sizes)
         write_raw(raw, tmp_path / f"{layout}-{number}", layout)
         back = read_raw(tmp_path / f"{layout}-{number}", test_share=0)
         # BEIR leaves such a query out
         assert layout == "beir" or back.relevance["test"][0].nnz == 0
         dataset = write_dataset(tmp_path / "dataset", back)
-        assert dataset.relevance.nnz == sum(m.nnz for m in raw.relevance.values())
+        expected = sum(m.nnz for m in raw.relevance.values())
+        assert dataset.relevance.nnz == expected
 
 
 @pytest.mark.slow

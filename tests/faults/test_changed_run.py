@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.tiny_transformer import write_transformer
@@ -99,7 +100,7 @@ def test_one_pair_more_in_the_data(
 ) -> None:
     raw = raw_factory()
     relevance = raw.relevance["train"].tolil()
-    row, label = next((r, c) for r in range(20) for c in range(20) if not relevance[r, c])
+    row, label = np.argwhere(relevance[:20, :20].toarray() == 0)[0].tolist()
     relevance[row, label] = 1.0
     raw.relevance["train"] = relevance.tocsr()
     dataset = write_dataset(tmp_path / "dataset", raw, validation_share=0.1)
@@ -137,7 +138,8 @@ def test_the_code(
             tmp_path / "run",
             tmp_path / "cache",
         )
-    assert "code: " in str(caught.value) and "ffffffffffff... now" in str(caught.value)
+    assert "code: " in str(caught.value)
+    assert "ffffffffffff... now" in str(caught.value)
 
 
 def test_what_is_accepted_is_the_runs_own_from_then_on(
@@ -154,4 +156,5 @@ def test_what_is_accepted_is_the_runs_own_from_then_on(
 def test_a_change_of_place_is_none(opener: Callable[..., Trainer]) -> None:
     """Where it runs and how often it saves changes nothing that is learnt."""
     trainer = opener(**{"run.checkpoint_steps": 2, "run.table_place": "host"})
-    assert trainer.at.step == 8 and torch.isfinite(trainer.model.table.weight).all()
+    assert trainer.at.step == 8
+    assert torch.isfinite(trainer.model.table.weight).all()

@@ -75,9 +75,11 @@ def test_every_file_flipped_and_cut_off_anywhere(
         opened.clear()
         loaded, refused = load_checkpoint(memory_folder)
         assert loaded is not None
-        assert len(refused) == 1 and str(newest) in refused[0]
+        assert len(refused) == 1
+        assert str(newest) in refused[0]
         assert file == "manifest.json" or f"{newest.name}/{file}" in refused[0]
-        assert loaded.state["step"] == 10 and (loaded.rows["table"].tensors["weight"] == 10).all()
+        assert loaded.state["step"] == 10
+        assert (loaded.rows["table"].tensors["weight"] == 10).all()
         assert opened and all(newest.name not in name for name in opened)
 
 

@@ -279,7 +279,9 @@ def test_the_command_ends_with_exit_code_4_and_the_files_name(mine: SimpleNamesp
     finally:
         path.write_bytes(before)
     assert done.returncode == 4, done.stderr
-    assert str(path) in done.stderr and "sha256" in done.stderr and "Traceback" not in done.stderr
+    assert str(path) in done.stderr
+    assert "sha256" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_files_are_hashed_once_in_a_process(
@@ -294,7 +296,8 @@ def test_files_are_hashed_once_in_a_process(
     monkeypatch.setattr(storage, "_verified", set())
     for _ in range(3):
         training.open_trainer(mine.params, "runs/new")
-    assert len(hashed) == len(set(hashed)) and str(Path("data/tokens/queries/ids.npy")) in hashed
+    assert len(hashed) == len(set(hashed))
+    assert str(Path("data/tokens/queries/ids.npy")) in hashed
     _flip(path := Path("data/tokens/queries/ids.npy"), mine.other)
     try:
         with pytest.raises(ArtifactError):

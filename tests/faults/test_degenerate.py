@@ -44,7 +44,10 @@ def train(
     def train(raw: RawData, *, validation_share: float = 0.0, **overrides: Any) -> Any:
         dataset = write_dataset(tmp_path / "dataset", raw, validation_share=validation_share)
         tokens = []
-        for name, size in (("queries", dataset.num_queries), ("labels", dataset.num_labels)):
+        for name, size in (
+            ("queries", dataset.num_queries),
+            ("labels", dataset.num_labels),
+        ):
             out = tmp_path / name
             tokens.append(
                 TokenCache.open(
@@ -129,7 +132,8 @@ def test_a_batch_without_any_positive_costs_nothing(tiny_raw: RawData, train: Tr
     _, lines = train(with_train(tiny_raw, relevance), **{"pool.batch_size": 4, "pool.eta": 0})
     losses = [line["loss"] for line in lines]
     assert losses.count(0.0) == len(losses) - 2  # one batch an epoch has the pair
-    assert [line["grad_norm"] for line in lines if line["loss"] == 0] == [0.0] * (len(losses) - 2)
+    grad_norms = [line["grad_norm"] for line in lines if line["loss"] == 0]
+    assert grad_norms == [0.0] * (len(losses) - 2)
 
 
 @pytest.mark.parametrize("system", SYSTEMS, ids=str)
@@ -145,7 +149,8 @@ def test_one_label(
         metrics = metrics_of(trainer, tmp_path)
         assert metrics["P@1"] == pytest.approx(100 * 5 / 6)  # one test query has no positive
         # places that no label can fill are misses
-        assert metrics["P@5"] == pytest.approx(metrics["P@1"] / 5)
+        expected = metrics["P@1"] / 5
+        assert metrics["P@5"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("batches", ["clustered", "random"])
@@ -175,7 +180,8 @@ def test_a_pool_smaller_than_the_positives(tiny_raw: RawData, train: Train, eta:
     """
     _, lines = train(tiny_raw, **{"pool.beta": 8, "pool.size": 12, "pool.eta": eta})
     assert {line["pool_size"] for line in lines} == {12}
-    assert lines[-1]["loss"] < lines[0]["loss"]
+    loss = lines[-1]["loss"]
+    assert loss < lines[0]["loss"]
 
 
 def test_every_label_is_a_positive_or_filtered(
@@ -220,7 +226,9 @@ def test_no_test_query_and_no_validation_query(
     de, clf = trainer.model.encode_queries(
         trainer.encoding.tokens["queries"], trainer.dataset.rows("test")
     )
-    assert de is not None and clf is not None and de.shape == clf.shape == (0, 16)
+    assert de is not None
+    assert clf is not None
+    assert de.shape == clf.shape == (0, 16)
 
 
 def test_nothing_to_train_on_is_one_error(

@@ -40,7 +40,7 @@ def can_mount() -> bool:
 )
 def test_a_save_that_the_disk_refuses(tmp_path: Path, refusals: dict[str, str]) -> None:
     """A file system of 3 MB for a checkpoint of 6 MB; a limit on the size of a file; one mounted
-    anew as read-only.
+    again as read-only.
     """
     command = [sys.executable, str(CHILD), str(tmp_path), *refusals]
     if "limit" not in refusals:
@@ -84,7 +84,8 @@ def test_a_training_stops_and_goes_on_when_there_is_space(
     monkeypatch.setattr(trainer, "train_step", fills)
     with pytest.raises(ArtifactError, match="no space left") as caught:
         trainer.train_round()
-    assert "bytes" in str(caught.value) and trainer.at.step == 4
+    assert "bytes" in str(caught.value)
+    assert trainer.at.step == 4
     monkeypatch.undo()
     resumed = open_trainer("full", **{"run.checkpoint_steps": 2})
     assert resumed.at.step == 2

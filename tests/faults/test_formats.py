@@ -2,7 +2,7 @@
 version.
 
 `formats/bundle-1/` was written by unidec 0.1.0 (`tiny_bundle.write_tiny_bundle`, seed 7, HNSW) and
-is not written anew; `bundle-2/` is the same with training queries that vote (softmax), `bundle-3/`
+is not written again; `bundle-2/` is the same with training queries that vote (softmax), `bundle-3/`
 with such as are compared by words; `bundle-4/` is bundle 3 with a graph of compressed vectors
 (hnsw-sq8) some of whose nodes are of labels that left; `bundle-5/` has the index pq, votes of label
 texts too, and a fusion of random weights."""
@@ -71,7 +71,8 @@ def test_a_bundle_of_version_1_predicts_as_it_did(bundle_1: Path) -> None:
         ["L2", "L4", "L10"],
     ]
     assert found[0].titles == ["green car", "red car", "green boat"]
-    assert found[0].scores == pytest.approx([1.2214067, 1.0964489, 0.9659362], abs=1e-5)
+    expected = pytest.approx([1.2214067, 1.0964489, 0.9659362], abs=1e-5)
+    assert found[0].scores == expected
     assert found[0].de_scores == pytest.approx([0.8670483, 1.0, 0.6538523], abs=1e-5)
     assert found[0].clf_scores == pytest.approx([0.7087167, 0.1928977, 0.6241677], abs=1e-5)
 
@@ -87,11 +88,13 @@ def test_a_bundle_of_version_2_predicts_as_it_did() -> None:
         ["L6", "L9", "L8"],
         ["L4", "L2", "L8"],
     ]
-    assert found[0].scores == pytest.approx([1.6659362, 1.2214067, 1.1296076], abs=1e-5)
+    expected = pytest.approx([1.6659362, 1.2214067, 1.1296076], abs=1e-5)
+    assert found[0].scores == expected
     assert found[0].de_scores == pytest.approx([0.6538523, 0.8670483, 0.3385780], abs=1e-5)
     assert found[0].clf_scores == pytest.approx([0.6241677, 0.7087167, 0.2605411], abs=1e-5)
     assert found[0].knn_scores == pytest.approx([1.0, 0.0, 0.9439413], abs=1e-5)
-    assert bundle.neighbours is not None and bundle.neighbours.titles.to_pylist()[:2] == [
+    assert bundle.neighbours is not None
+    assert bundle.neighbours.titles.to_pylist()[:2] == [
         "",
         "green boat big",
     ]
@@ -108,7 +111,8 @@ def test_a_bundle_of_version_3_predicts_as_it_did() -> None:
         ["L6", "L9", "L11"],
         ["L4", "L5", "L1"],
     ]
-    assert found[0].scores == pytest.approx([1.6659362, 1.3113372, 1.0964489], abs=1e-5)
+    expected = pytest.approx([1.6659362, 1.3113372, 1.0964489], abs=1e-5)
+    assert found[0].scores == expected
     assert found[0].de_scores == pytest.approx([0.6538523, 0.8670483, 1.0], abs=1e-5)
     assert found[0].clf_scores == pytest.approx([0.6241677, 0.7087167, 0.1928977], abs=1e-5)
     assert found[0].knn_scores == pytest.approx([1.0, 0.1284721, 0.0], abs=1e-5)
@@ -127,12 +131,11 @@ def test_a_bundle_of_version_4_predicts_as_it_did() -> None:
         ["L6", "L9", "L11"],
         ["L4", "L5", "L1"],
     ]
-    assert found[0].scores == pytest.approx([1.6659362, 1.3113372, 1.0964489], abs=1e-5)
-    assert (bundle.info.index_kind, bundle.index.kind, bundle.index.options.rescore) == (
-        "hnsw-sq8",
-        "pq",
-        5,
-    )
+    expected = pytest.approx([1.6659362, 1.3113372, 1.0964489], abs=1e-5)
+    assert found[0].scores == expected
+    assert bundle.info.index_kind == "hnsw-sq8"
+    assert bundle.index.kind == "pq"
+    assert bundle.index.options.rescore == 5
 
 
 @pytest.mark.usefixtures("stub_model")
@@ -146,7 +149,8 @@ def test_a_bundle_of_version_5_predicts_as_it_did_without_probabilities() -> Non
         ["L3", "L1", "L2"],
         ["L6", "L9", "L3"],
     ]
-    assert found[0].scores == pytest.approx([0.8987660, 0.0109472, -0.1180735], abs=1e-4)
+    expected = pytest.approx([0.8987660, 0.0109472, -0.1180735], abs=1e-4)
+    assert found[0].scores == expected
     assert (
         bundle.info.fusion is not None
         and bundle.info.calibration is None

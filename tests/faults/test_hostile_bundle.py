@@ -265,7 +265,12 @@ def test_compressed_labels_cannot_fill_the_memory(bundle, codec, monkeypatch):
 def test_an_index_header_that_promises_too_much(bundle):
     file = bundle / "index.faiss"
     whole = bytearray(file.read_bytes())
-    for at, value in ((4, 1 << 30), (8, 1 << 30), (37, 1 << 30), (37, (1 << 32) - 1)):
+    for at, value in (
+        (4, 1 << 30),
+        (8, 1 << 30),
+        (37, 1 << 30),
+        (37, (1 << 32) - 1),
+    ):
         data = bytearray(whole)
         data[at : at + 4] = struct.pack("<I", value)
         file.write_bytes(data)

@@ -184,8 +184,10 @@ def kill_and_compare(
     theirs = outcome(lives.folder / "whole")
     assert ours[0].keys() == theirs[0].keys()
     assert [name for name in ours[0] if not torch.equal(ours[0][name], theirs[0][name])] == []
-    assert ours[1] == theirs[1] and len(ours[1]) == total
-    assert ours[2] == theirs[2] and len(ours[2]) > 1
+    assert ours[1] == theirs[1]
+    assert len(ours[1]) == total
+    assert ours[2] == theirs[2]
+    assert len(ours[2]) > 1
     print(f"killed at {moments}, steps lost {lost}")
     assert max(lost) <= interval
     return {"lost": lost, "total": total}

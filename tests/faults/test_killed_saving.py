@@ -16,7 +16,11 @@ import pytest
 CHILD = Path(__file__).with_name("saving_child.py")
 # what the newest is before and after the save: none before the first, two before the third, the
 # same step once more
-SCENARIOS = {"first": {"None", "5"}, "third": {"10", "15"}, "again": {"10"}}
+SCENARIOS = {
+    "first": {"None", "5"},
+    "third": {"10", "15"},
+    "again": {"10"},
+}
 
 
 def run(folder: Path, every: int, *scenarios: str) -> list[dict]:
@@ -32,14 +36,16 @@ def test_killed_at_some_points(memory_folder: Path) -> None:
     for found, (name, used) in zip(
         run(memory_folder, every, *SCENARIOS), SCENARIOS.items(), strict=True
     ):
-        assert found["used"].keys() <= used and found["points"] > 150, name
+        assert found["used"].keys() <= used, name
+        assert found["points"] > 150, name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_killed_at_every_point(memory_folder: Path, scenario: str) -> None:
     (found,) = run(memory_folder, 1, scenario)
-    assert found["points"] > 150 and found["used"].keys() == SCENARIOS[scenario]
+    assert found["points"] > 150
+    assert found["used"].keys() == SCENARIOS[scenario]
 
 
 BIG = """

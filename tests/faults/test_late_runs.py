@@ -38,7 +38,8 @@ def test_ten_late_runs_collapse_to_one(operated):
 
     runs = operated.server.wait(over, "end of the late runs", 400)
     states = sorted(run["state_type"] for run in runs)
-    assert states == ["CANCELLED"] * (TIMES - 1) + ["COMPLETED"], [run["state"] for run in runs]
+    expected = ["CANCELLED"] * (TIMES - 1) + ["COMPLETED"]
+    assert states == expected, [run["state"] for run in runs]
     for run in runs:
         if run["state_type"] == "CANCELLED":
             assert run["state"]["message"], "it says why"

@@ -95,7 +95,8 @@ def test_a_missing_object_is_named(fetch, project, content):
     there.rename(project.parent / "away")
     with pytest.raises(DataError) as caught:
         fetch(source_of(path="data/mine"))
-    assert "data/mine.dvc" in str(caught.value) and "nothing was trained" in str(caught.value)
+    assert "data/mine.dvc" in str(caught.value)
+    assert "nothing was trained" in str(caught.value)
     if content is not None:
         assert there.parent.name + there.name in str(caught.value)
     (project.parent / "away").rename(there)

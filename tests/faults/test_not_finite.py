@@ -1,5 +1,5 @@
 """Fault 7: a loss or gradient that is not finite: the step changes nothing and is named, the run
-goes on.
+continues.
 """
 
 from __future__ import annotations
@@ -56,7 +56,12 @@ def spoil_gradient(trainer: Any, value: float) -> None:
     ids=str,
 )
 @pytest.mark.parametrize(
-    "value", [float("nan"), float("inf"), pytest.param(-float("inf"), marks=pytest.mark.slow)]
+    "value",
+    [
+        float("nan"),
+        float("inf"),
+        pytest.param(-float("inf"), marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("spoil", [spoil_loss, spoil_gradient])
 def test_the_step_changes_nothing_and_the_run_goes_on(

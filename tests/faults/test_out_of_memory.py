@@ -1,5 +1,5 @@
 """Fault 8: out of GPU memory: sizes and a smaller setting are named, nothing has changed, the
-checkpoint goes on.
+checkpoint resumes.
 """
 
 from __future__ import annotations

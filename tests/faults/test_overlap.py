@@ -29,13 +29,12 @@ def test_a_run_that_overlaps_is_refused(operated):
         done.stdout + done.stderr
     )
     assert "Traceback" not in done.stderr
-    assert operated.server.flow_run(first)["state_type"] == "RUNNING", "it goes on undisturbed"
+    assert operated.server.flow_run(first)["state_type"] == "RUNNING", "it continues undisturbed"
     operated.server.completed(first, 600)
 
     lock = yaml.safe_load((operated.project.root / "dvc.lock").read_text())
-    assert set(lock["stages"]) == set(
-        yaml.safe_load((operated.project.root / "dvc.yaml").read_text())["stages"]
-    )
+    stages = set(lock["stages"])
+    assert stages == set(yaml.safe_load((operated.project.root / "dvc.yaml").read_text())["stages"])
     assert not operated.project.stale()
     assert len(operated.project.registry().search_model_versions("name='unidec'")) <= before + 1
     operated.nothing_runs()

@@ -1,5 +1,5 @@
 """Fault 9: one of two torchrun ranks is killed. The job ends, nothing is left, and any number of
-ranks goes on.
+ranks resumes.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def test_killed_while_a_transformer_trains(work):
 
 
 def test_torchrun_by_hand_starts_them_again(work, prepared):
-    """`torchrun -m unidec.cli train` with elastic restarts: it goes on by itself, to the end."""
+    """`torchrun -m unidec.cli train` with elastic restarts: it resumes by itself and ends."""
     process = work.begin(
         "torch.distributed.run",
         "--standalone",
@@ -237,9 +237,8 @@ def test_terminated_it_saves_and_leaves_nothing(work):
     assert process.wait(30) == 143, work.log_text()
     work.nothing_left()
     assert work.checkpoint() >= before
-    assert (
-        json.loads(next(work.folder.glob("runs/*/tracking.json")).read_text())["status"] == "KILLED"
-    )
+    status = json.loads(next(work.folder.glob("runs/*/tracking.json")).read_text())["status"]
+    assert status == "KILLED"
 
 
 def test_killed_with_its_launcher(work):

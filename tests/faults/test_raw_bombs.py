@@ -160,7 +160,8 @@ def test_an_open_quote_among_stray_ones(tmp_path: Path, number: int) -> None:
     folder_of_tables(tmp_path, f'id,text\n{stray}q8,"open\nq9,last\n')
     with pytest.raises(DataError, match="a quote that is never closed") as caught:
         read_raw(tmp_path)
-    assert caught.value.where == f"{tmp_path / 'queries.csv'}:{number + 1}"
+    expected = f"{tmp_path / 'queries.csv'}:{number + 1}"
+    assert caught.value.where == expected
 
 
 def test_stray_and_doubled_quotes_are_text(tmp_path: Path) -> None:
@@ -206,7 +207,8 @@ def test_a_bare_carriage_return(tmp_path: Path, data: str, line: int) -> None:
     folder_of_tables(tmp_path, data)
     with pytest.raises(DataError, match=r"a bare carriage return \(CR\)") as caught:
         read_raw(tmp_path)
-    assert caught.value.where == f"{tmp_path / 'queries.csv'}:{line}"
+    expected = f"{tmp_path / 'queries.csv'}:{line}"
+    assert caught.value.where == expected
 
 
 def test_a_row_of_a_table_beyond_its_bound(tmp_path: Path) -> None:

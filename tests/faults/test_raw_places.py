@@ -93,7 +93,12 @@ def test_no_optional_file_is_ignored(
 
 
 @pytest.mark.parametrize(
-    ("layout", "place"), [("beir", "qrels"), ("xmc-text", "raw"), ("xmc-text", "Y.txt")]
+    ("layout", "place"),
+    [
+        ("beir", "qrels"),
+        ("xmc-text", "raw"),
+        ("xmc-text", "Y.txt"),
+    ],
 )
 def test_a_needed_place_that_is_a_dangling_link(
     raw_folder: Callable, layout: str, place: str

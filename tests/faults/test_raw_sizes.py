@@ -78,7 +78,11 @@ def work_on(folder: Path, name: str, write: Callable[[Path], object]) -> list[st
     write(path)
     (folder / "labels.csv").write_text("id,text\nl1,a\n")
     (folder / "pairs.csv").write_text("query_id,label_id\nq1,l1\n")
-    return [f"raw={folder}", f"texts={path}", f"labels={path}"]
+    return [
+        f"raw={folder}",
+        f"texts={path}",
+        f"labels={path}",
+    ]
 
 
 # -- widths
@@ -153,7 +157,8 @@ def test_time_is_linear_in_the_columns(of_widths: dict[tuple[str, int], Found], 
     """Four times the columns take at most eight times the time."""
     for few, many in zip(of_widths[width, FEW], of_widths[width, MANY], strict=True):
         assert not many[1] or "columns given twice" in many[1]
-        assert many[0] < 8 * few[0] + 0.2 and many[0] < 3
+        assert many[0] < 8 * few[0] + 0.2
+        assert many[0] < 3
         assert many[2] < MOST
 
 
@@ -175,7 +180,12 @@ def write_parquet(path: Path, **options: Any) -> None:
     """3,000 rows, or a million numbers a row group, of one value."""
     ids = [str(row) for row in range(3000)]
     texts = pa.DictionaryArray.from_arrays(pa.array(np.zeros(3000, np.int32)), pa.array([TEXT]))
-    pq.write_table(pa.table({"id": ids, "text": texts}), path, store_schema=False, **options)
+    pq.write_table(
+        pa.table({"id": ids, "text": texts}),
+        path,
+        store_schema=False,
+        **options,
+    )
 
 
 def plain_pages(path: Path, codec: str) -> None:
@@ -288,7 +298,8 @@ def test_little_memory_for_matrices_and_for_what_is_not_needed(tmp_path: Path) -
     work = work_on(tmp_path / "json", "a.jsonl", rows_with_much_that_is_not_needed)
     matrix, raw, texts = measured([f"raw={tmp_path / 'npz'}", *work[:2]])
     assert "the unpacked size of a compressed file is too large" in matrix[1] and matrix[2] < MOST
-    assert raw[1] == texts[1] == "" and max(raw[2], texts[2]) < 400 << 20
+    assert raw[1] == texts[1] == ""
+    assert max(raw[2], texts[2]) < 400 << 20
 
 
 @pytest.mark.parametrize("limit", [1 << 20, 50])
@@ -302,5 +313,6 @@ def test_honest_dictionaries_are_read(tmp_path: Path, limit: int) -> None:
     options = {"row_group_size": 1600, "dictionary_pagesize_limit": limit, "write_batch_size": 100}
     pq.write_table(table, tmp_path / "a.parquet", **options)
     rows = list(read_rows(tmp_path / "a.parquet", ["none", "labels", "text", "n", "missing"]))
-    assert [number for number, _ in rows] == list(range(1, 5001))
+    expected = list(range(1, 5001))
+    assert [number for number, _ in rows] == expected
     assert [row for _, row in rows] == table.to_pylist()

@@ -208,11 +208,13 @@ def check_stopped(project: Project, sent: float) -> int:
     """The checkpoint is of after the signal and inside a round; gives its step."""
     newest = project.checkpoints()[-1]
     state = json.loads((newest / "state.json").read_text())
-    assert newest.stat().st_mtime >= sent - 1 and state["step"] % (STEPS_AN_EPOCH * A_ROUND)
+    assert newest.stat().st_mtime >= sent - 1
+    assert state["step"] % (STEPS_AN_EPOCH * A_ROUND)
     project.until(lambda: not project.processes(), "end of all processes", seconds=10)
     status, steps = project.tracked()
     # nothing lost, nothing doubled
-    assert status == "KILLED" and steps == list(range(0, state["step"], 10))
+    assert status == "KILLED"
+    assert steps == list(range(0, state["step"], 10))
     return state["step"]
 
 
@@ -241,9 +243,11 @@ def test_stopped_and_gone_on_with(
     assert "from the last checkpoint" in project.log and "Traceback" not in project.log
     step = check_stopped(project, sent)
     printed = project.train(command)
-    assert f"(step {step})" in printed and "refresh" not in printed.split("resumes")[0]
+    assert f"(step {step})" in printed
+    assert "refresh" not in printed.split("resumes")[0]
     assert project.outcome() == never_stopped
-    assert project.tracked() == ("FINISHED", list(range(0, EPOCHS * STEPS_AN_EPOCH, 10)))
+    expected = ("FINISHED", list(range(0, EPOCHS * STEPS_AN_EPOCH, 10)))
+    assert project.tracked() == expected
 
 
 SLOW_TO_SAVE = """
@@ -278,7 +282,8 @@ def test_a_second_ctrl_c_leaves_at_once(project: Project) -> None:
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(10) == 130, project.log
     project.until(lambda: not project.processes(), "end of all processes", seconds=5)
-    assert project.tracked()[0] == "KILLED" and project.checkpoints() == []
+    assert project.tracked()[0] == "KILLED"
+    assert project.checkpoints() == []
     assert "Traceback" not in project.log
 
 

@@ -117,7 +117,11 @@ def run(
         if value is not None:
             environment[name] = value
     begin = time.perf_counter()
-    given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": 120} | options
+    given = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "timeout": 120,
+    } | options
     command = [sys.executable, "-m", "unidec.cli", *words]
     done = subprocess.run(command, cwd=project, env=environment, check=False, **given)
     return done, time.perf_counter() - begin
@@ -209,7 +213,13 @@ def test_a_full_disk_below_the_output(project: Path) -> None:
             and b"No space left" in done.stderr
             and (project / "data/dataset").is_dir()
         )
-        done, _ = run(project, ["config", "nonsense"], {}, stdout=full, stderr=full)
+        done, _ = run(
+            project,
+            ["config", "nonsense"],
+            {},
+            stdout=full,
+            stderr=full,
+        )
         assert done.returncode == 2
 
 
@@ -218,9 +228,10 @@ def test_closed_streams(project: Path) -> None:
     printed.
     """
     words = f"{sys.executable} -m unidec.cli data ingest >&- 2>&- <&-"
-    assert (
-        subprocess.run(["sh", "-c", words], cwd=project, timeout=120, check=False).returncode == 0
-    )
+    returncode = subprocess.run(
+        ["sh", "-c", words], cwd=project, timeout=120, check=False
+    ).returncode
+    assert returncode == 0
     printed = [
         path for path in project.rglob("*") if path.is_file() and b"ingest: " in path.read_bytes()
     ]

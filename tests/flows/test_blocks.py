@@ -29,9 +29,8 @@ def test_a_secret_is_dvcs_alone(prefect_server, monkeypatch, tmp_path):
 
     monkeypatch.setattr(reproduce.subprocess, "Popen", speaks)
     said: list[str] = []
-    assert reproduce.run(["push"], said.append, values) == (0, "key ********\n") and said == [
-        "key ********"
-    ]
+    assert reproduce.run(["push"], said.append, values) == (0, "key ********\n")
+    assert said == ["key ********"]
     assert VALUE not in reproduce.dvc(["push"], None, values)
     with pytest.raises(ConfigError, match=r"source\.secrets\.REMOTE_KEY: no such secret") as caught:
         reproduce.secret_values({"REMOTE_KEY": "no-such-block"})

@@ -133,12 +133,14 @@ def test_every_cell_runs_once_in_order_and_again_only_what_is_missing(
     monkeypatch.setattr("flows.compare.num_threads", lambda: 8)
     assert {state for state, _ in stage.run(jobs=2).values()} == {"done"}
     log = stage.log()
-    assert log[:2] == ["begin data d", "end data d"] and len(log) == 10
+    assert log[:2] == ["begin data d", "end data d"]
+    assert len(log) == 10
     assert log.index("end d/first/0") < log.index("begin d/second/0")
     result = stage.result("d/second/0")
     assert result["threads"] == "4"
     assert {"comparison": "t", "mlflow.runName": "d/second/0"}.items() <= result["tags"].items()
-    assert {state for state, _ in stage.run().values()} == {"done"} and stage.log() == []
+    assert {state for state, _ in stage.run().values()} == {"done"}
+    assert stage.log() == []
     # a result that is gone is made again, and nothing else
     steps = stage.comparison().steps
     (steps["d/third/0"].folder / "result.json").unlink()
@@ -172,7 +174,8 @@ def test_a_failure_stops_only_what_needs_it(stage: Stage) -> None:
         "d/third/0": "failed",
         "d/fourth/0": "done",
     }
-    assert "x: no such thing" in outcomes["d/first/0"][1] and "log.txt" in outcomes["d/first/0"][1]
+    assert "x: no such thing" in outcomes["d/first/0"][1]
+    assert "log.txt" in outcomes["d/first/0"][1]
     assert "d/first/0" in outcomes["d/second/0"][1]
     assert "SIGKILL (not enough memory?)" in outcomes["d/third/0"][1]
     assert "and the last line" in outcomes["d/third/0"][1]
@@ -256,7 +259,8 @@ def test_if_all_searches_fail_each_is_named_with_its_reason(
     with pytest.raises(UnidecError) as caught:
         compare.compare("c.yaml", folder="ws", tune=True)
     lines = str(caught.value).splitlines()
-    assert lines[0] == "2 of 2 searches have no result" and lines[-1] == "chosen: chosen.yaml"
+    assert lines[0] == "2 of 2 searches have no result"
+    assert lines[-1] == "chosen: chosen.yaml"
     for cell_name in ("first", "second"):
         assert f"d/{cell_name}/0: t {cell_name}: all trials failed" in lines
     assert caught.value.exit_code == 1

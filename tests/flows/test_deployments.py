@@ -35,7 +35,7 @@ def test_a_deployment_names_a_flow_and_parameters_that_exist(deployment):
     assert flow.name == deployment["flow_name"]
     required = flow.parameters.required or []
     assert set(deployment["parameters"]) <= set(flow.parameters.properties)
-    if deployment.get("schedules"):  # who starts it by schedule is asked nothing
+    if deployment.get("schedules"):  # a schedule cannot fill in a parameter
         assert set(required) <= set(deployment["parameters"])
     for name, described in flow.parameters.properties.items():
         assert described.get("description"), f"{flow.name}: {name}"

@@ -50,7 +50,11 @@ sys.exit(main("train", ["--steps", "train"]))
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("number", "everyone", "code"),
-    [(signal.SIGINT, True, 130), (signal.SIGTERM, True, 143), (signal.SIGTERM, False, 143)],
+    [
+        (signal.SIGINT, True, 130),
+        (signal.SIGTERM, True, 143),
+        (signal.SIGTERM, False, 143),
+    ],
     ids=["ctrl-c", "terminated with its children", "terminated alone"],
 )
 def test_interrupted_in_a_round(tmp_path, number, everyone, code):
@@ -83,7 +87,8 @@ def test_interrupted_in_a_round(tmp_path, number, everyone, code):
         assert process.wait(30) == code, (tmp_path / "log").read_text()
         said = (tmp_path / "log").read_text()
         assert "run again to resume from the last checkpoint" in said and "Traceback" not in said
-        assert json.loads((tmp_path / "runs/abc/tracking.json").read_text())["status"] == "KILLED"
+        status = json.loads((tmp_path / "runs/abc/tracking.json").read_text())["status"]
+        assert status == "KILLED"
         end = time.monotonic() + 10
         while left := processes_with(f"PREFECT_HOME={tmp_path / 'home'}"):
             assert time.monotonic() < end, left

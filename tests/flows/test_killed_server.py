@@ -38,7 +38,8 @@ def test_a_killed_server_ends_the_run_with_the_command_that_resumes(start) -> No
     assert time.monotonic() - killed < 30
     assert "temporary server ended" in flow.log and "run again to resume" in flow.log
     assert "Traceback" not in flow.log and "Crash detected" not in flow.log
-    assert json.loads((flow.folder / "runs/abc/tracking.json").read_text())["status"] == "KILLED"
+    status = json.loads((flow.folder / "runs/abc/tracking.json").read_text())["status"]
+    assert status == "KILLED"
     assert not flow.left()
 
 

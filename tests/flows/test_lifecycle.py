@@ -107,9 +107,11 @@ def test_what_mlflow_gets_to_know(lifecycle, deploy, monkeypatch):
     run = deploy(body)
     assert run.state.is_completed(), run.state.message
     assert seen["mlflow.parentRunId"] == "abc"
-    assert seen["prefect.flow_run_id"] == str(run.id) and seen["prefect.flow_run_name"] == run.name
+    assert seen["prefect.flow_run_id"] == str(run.id)
+    assert seen["prefect.flow_run_name"] == run.name
     assert seen["prefect.deployment"] == "unidec-tagged/some"
-    assert run.infrastructure_pid == f"{socket.gethostname()}:{os.getpid()}"
+    expected = f"{socket.gethostname()}:{os.getpid()}"
+    assert run.infrastructure_pid == expected
     assert json.loads(os.environ[RUN_TAGS]) == {"mlflow.parentRunId": "abc"}
     monkeypatch.delenv(RUN_TAGS)
     assert deploy(body).state.is_completed() and RUN_TAGS not in os.environ

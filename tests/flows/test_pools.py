@@ -113,4 +113,5 @@ def test_settings_of_a_pool_are_those_of_the_compose_files_worker(kind: str) -> 
     assert {
         name: value for name, value in own.items() if not value.startswith("{{")
     }.items() <= environment.items()
-    assert job["variables"]["properties"]["image"]["default"] == services["worker"]["image"]
+    default = job["variables"]["properties"]["image"]["default"]
+    assert default == services["worker"]["image"]

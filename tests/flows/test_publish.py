@@ -46,7 +46,8 @@ def test_what_a_task_returned_as_heads_that_people_read(publish):
         ("steps: 1", "a"),
     ]
     assert list(publish.rows_of("dvc pull")) == [("result", "dvc pull")]
-    assert list(publish.rows_of(None)) == list(publish.rows_of(object())) == []
+    assert list(publish.rows_of(None)) == []
+    assert list(publish.rows_of(object())) == []
 
 
 @pytest.mark.parametrize(
@@ -158,9 +159,8 @@ def test_states_in_which_nothing_is_committed(publish, repository, tagged, tmp_p
     with pytest.raises(UnidecError, match=r"(?s)git failed.*merge"):
         publish.commit(params_of(), 7, "champion")
     (repository / ".git/MERGE_HEAD").unlink()
-    assert (
-        git("rev-list", "--count", "HEAD") == "1" and git("diff", "--cached", "--name-only") == ""
-    )
+    assert git("rev-list", "--count", "HEAD") == "1"
+    assert git("diff", "--cached", "--name-only") == ""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
@@ -184,7 +184,8 @@ def test_a_registry_that_is_away_costs_a_warning(publish, repository, monkeypatc
     monkeypatch.setattr(publish, "open_client", away)
     retrained()
     with caplog.at_level(logging.WARNING):
-        assert publish.commit(params_of(), 7, "champion")["commit"] == git("rev-parse", "HEAD")
+        commit = publish.commit(params_of(), 7, "champion")["commit"]
+        assert commit == git("rev-parse", "HEAD")
     assert "the registry is away" in caplog.text
 
 

@@ -35,7 +35,8 @@ def project(tmp_path) -> Path:
     )
     described = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text(encoding="utf-8"))
     (deployment,) = [one for one in described["deployments"] if one["name"] == "train"]
-    assert deployment["schedules"] == [{"slug": "nightly", "cron": "0 3 * * *", "timezone": "UTC"}]
+    schedules = deployment["schedules"]
+    assert schedules == [{"slug": "nightly", "cron": "0 3 * * *", "timezone": "UTC"}]
     assert deployment["concurrency_limit"] == {"limit": 1, "collision_strategy": "CANCEL_NEW"}
     deployment["parameters"] = JOB
     (tmp_path / "project" / "prefect.yaml").write_text(yaml.safe_dump(described))
@@ -60,9 +61,11 @@ def test_a_manual_and_a_scheduled_run_complete_and_one_that_overlaps_is_cancelle
         second = server.run("unidec/train")
         server.start_worker()
         ended = [server.ended(run, 120) for run in (first, second)]
-        assert sorted(run["state_type"] for run in ended) == ["CANCELLED", "COMPLETED"], ended
+        state_types = sorted(run["state_type"] for run in ended)
+        assert state_types == ["CANCELLED", "COMPLETED"], ended
         for run in ended:
-            assert not run["auto_scheduled"] and run["parameters"]["steps"] == JOB["steps"]
+            assert not run["auto_scheduled"]
+            assert run["parameters"]["steps"] == JOB["steps"]
         assert (project / "data/dataset/manifest.json").is_file()
 
         # only now: while a run is at work the deployment cancels any other

@@ -115,8 +115,16 @@ def ask(place, tmp_path, predict, prefect_server):
             "k": 3,
             "shards": SHARDS,
         }
-        done = predict(bundle=str(place / "bundle"), runner=runner, **(given | more))
-        assert done == {"rows": ROWS, "shards": SHARDS, "output": str(tmp_path / "out.parquet")}
+        done = predict(
+            bundle=str(place / "bundle"),
+            runner=runner,
+            **(given | more),
+        )
+        assert done == {
+            "rows": ROWS,
+            "shards": SHARDS,
+            "output": str(tmp_path / "out.parquet"),
+        }
         assert (tmp_path / "out.parquet").read_bytes() == (place / "whole.parquet").read_bytes()
         assert [path.name for path in tmp_path.iterdir()] == ["out.parquet"]
         return done
@@ -280,13 +288,15 @@ def test_help_and_deployment(predict, capsys):
 
     with pytest.raises(SystemExit) as left:
         main("predict", ["--help"])
-    assert left.value.code == 0 and "examples:" in capsys.readouterr().out
+    assert left.value.code == 0
+    assert "examples:" in capsys.readouterr().out
     described = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text(encoding="utf-8"))[
         "deployments"
     ]
     (deployment,) = [one for one in described if one["flow_name"] == predict.name]
     assert deployment["entrypoint"] == "flows/predict.py:predict"
-    assert set(deployment["parameters"]) <= set(inspect.signature(predict.fn).parameters)
+    parameters = set(deployment["parameters"])
+    assert parameters <= set(inspect.signature(predict.fn).parameters)
 
 
 @pytest.mark.slow
@@ -336,9 +346,8 @@ def test_stopped_on_the_way(place, tmp_path, number):
             time.sleep(0.002)
         os.kill(process.pid, number)
         code = process.wait(60)
-        assert code == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number], (
-            tmp_path / "log"
-        ).read_text()
+        expected = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
+        assert code == expected, (tmp_path / "log").read_text()
         end = time.monotonic() + 20
         while left := workers_of(tmp_path / "home"):
             assert time.monotonic() < end, left
@@ -346,7 +355,8 @@ def test_stopped_on_the_way(place, tmp_path, number):
         assert not output.exists() and list(folder.glob("0*-of-*"))
         process = begin()
         assert process.wait(240) == 0, (tmp_path / "log").read_text()
-        assert output.read_bytes() == wanted.read_bytes() and not folder.exists()
+        assert output.read_bytes() == wanted.read_bytes()
+        assert not folder.exists()
         assert "6,000 rows in 12 shards -> " in (tmp_path / "log").read_text()
     finally:
         process.kill()

@@ -114,4 +114,13 @@ def test_a_registered_trial_is_no_champion(promoted: dict[str, Any], here: Path)
 
 
 def test_steps_of_dvc_are_one_line(here: Path) -> None:
-    assert summary({"steps": ["train"], "epoch": 12, "run_url": None}) == "done: train"
+    assert (
+        summary(
+            {
+                "steps": ["train"],
+                "epoch": 12,
+                "run_url": None,
+            }
+        )
+        == "done: train"
+    )

@@ -228,7 +228,9 @@ WHOLE = [
 def test_everything_in_order(run, stages):
     done = run()
     assert stages.calls == [*WHOLE, "gate 3", "promote 3"]
-    assert (done["epoch"], done["version"], done["metrics"]) == (EPOCHS, 3, {"P@1": 45.0})
+    assert done["epoch"] == EPOCHS
+    assert done["version"] == 3
+    assert done["metrics"] == {"P@1": 45.0}
     assert (
         done["start"]["version"] == "2"
         and done["promoted"]["previous"] == "2"
@@ -281,7 +283,9 @@ def test_the_registry_may_refuse_what_the_gate_passed(run, stages, flow_module):
 
 def test_what_is_asked_for(run, stages, place):
     run(start="cold", promote=False)
-    assert "choose_start cold" in stages.calls and stages.calls[-1] == "gate 3" and run.events == []
+    assert "choose_start cold" in stages.calls
+    assert stages.calls[-1] == "gate 3"
+    assert run.events == []
     stages.calls.clear()
     (place / "params.yaml").write_text(
         (place / "params.yaml").read_text() + "retrain: {promote: false}\n"
@@ -396,7 +400,11 @@ def test_other_parameters_have_a_folder_of_their_own(run, stages, place, flow_mo
     seen = {}
 
     def ingest(params):
-        seen.update(here=Path.cwd(), data=params.data.path, epochs=params.optim.epochs)
+        seen.update(
+            here=Path.cwd(),
+            data=params.data.path,
+            epochs=params.optim.epochs,
+        )
         seen["uri"] = flow_module.tracking_uri(".")
         return stages._call("ingest")
 
@@ -406,10 +414,12 @@ def test_other_parameters_have_a_folder_of_their_own(run, stages, place, flow_mo
         call for call in stages.calls if call.startswith(("dvc", "commit"))
     ]
     assert stages.calls.count("train_round") == 1
-    assert seen["here"].parent == place / "runs" / "own" and seen["epochs"] == 2
+    assert seen["here"].parent == place / "runs" / "own"
+    assert seen["epochs"] == 2
     assert seen["data"] == str(place / "data/raw/lf-debian")
     assert seen["uri"] == f"sqlite:///{place}/mlflow/mlflow.db"
-    assert Path.cwd() == place and not (place / "outputs").exists()
+    assert Path.cwd() == place
+    assert not (place / "outputs").exists()
     first = seen["here"]
     run(overrides={"optim.epochs": 3}, steps="ingest")
     assert seen["here"] != first
@@ -418,9 +428,9 @@ def test_other_parameters_have_a_folder_of_their_own(run, stages, place, flow_mo
 def test_a_trial_registers_only_when_asked(run, stages, place):
     (place / "other.yaml").write_text((place / "params.yaml").read_text())
     done = run(overrides={"optim.epochs": 2})
-    assert (
-        "register" not in stages.calls and "register" not in done["steps"] and "version" not in done
-    )
+    assert "register" not in stages.calls
+    assert "register" not in done["steps"]
+    assert "version" not in done
     stages.calls.clear()
     run(params_file="other.yaml")
     assert "register" not in stages.calls
@@ -443,7 +453,9 @@ def test_a_run_that_the_gate_leaves_without_a_champion(run, stages, flow_module,
     assert run()["no_champion"]["command"] == "make train ARGS=--force"
     assert command.guarded(lambda: {"refused": "x", "no_champion": missing}, str) == 6
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "no champion" in last and "2.1 behind" in last and last.endswith(missing["command"])
+    assert "no champion" in last
+    assert "2.1 behind" in last
+    assert last.endswith(missing["command"])
 
 
 def test_inputs_edited_meanwhile_are_not_recorded(run, stages, place):
@@ -499,7 +511,8 @@ def test_nothing_to_do_needs_no_flow_run_and_no_server(run, prepare, stages):
     assert stages.calls == ["register"] and not prepare.servers
     stages.needs_gate = lambda *_: True  # of a run that was killed before the gate
     assert prepare()["promoted"]["version"] == "3"
-    assert prepare(force=True) is None and len(prepare.servers) == 1
+    assert prepare(force=True) is None
+    assert len(prepare.servers) == 1
 
 
 def test_data_is_made_while_the_server_starts(
@@ -539,7 +552,8 @@ def test_where_a_server_shows_the_run_or_data_is_fetched_the_flow_does_it_all(
     flow_module.server.is_needed = lambda: False
     assert prepare() is None
     flow_module.server.is_needed = lambda: True
-    assert prepare(overrides={"optim.epochs": 2}) is None and prepare(steps="index") is None
+    assert prepare(overrides={"optim.epochs": 2}) is None
+    assert prepare(steps="index") is None
     text = (place / "params.yaml").read_text() + "source: {kind: folder, path: export}\n"
     (place / "params.yaml").write_text(text)
     assert prepare() is None and stages.calls == []
@@ -555,7 +569,11 @@ def test_two_at_once(run, flow_module, place):
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(TrainingError("loss is nan"), "FAILED"), (KeyboardInterrupt(), "KILLED")]
+    ("error", "status"),
+    [
+        (TrainingError("loss is nan"), "FAILED"),
+        (KeyboardInterrupt(), "KILLED"),
+    ],
 )
 def test_the_mlflow_run_ends_as_training_did(run, stages, flow_module, monkeypatch, error, status):
     ended = []
@@ -595,11 +613,10 @@ def test_command_line(place, stages, flow_module, stand_in, monkeypatch, capsys)
     assert calls == [{**told, "overrides": {"pool.beta": 2}, "params_file": "params.yaml"}]
     assert json.loads(capsys.readouterr().out) == {"version": 1}
     assert command.main("train", ["--set", "pool.bta=2"]) == 2
-    assert "pool.beta" in capsys.readouterr().err and len(calls) == 1
-    assert (
-        command.main("train", ["--json", "--set", "pool.beta=2", "--register"]) == 0
-        and calls[1]["register_trial"]
-    )
+    assert "pool.beta" in capsys.readouterr().err
+    assert len(calls) == 1
+    assert command.main("train", ["--json", "--set", "pool.beta=2", "--register"]) == 0
+    assert calls[1]["register_trial"]
     stand_in(flow_module, "train", DataError("no such file", where="data/raw", fix="put it there"))
     assert command.main("train", []) == 3
     assert capsys.readouterr().err == "data/raw: no such file\n  fix: put it there\n"
@@ -645,13 +662,15 @@ def test_dvc_says_what_is_stale_and_records_what_was_made(dvc_project, place):
         (place / name).write_text((place / "params.yaml").read_text())
     digest = dvc_project.inputs_state()
     dvc_project.commit(["train", "index", "evaluate"])
-    assert dvc_project.stale()[1] == [] and dvc_project.inputs_state() == digest
+    assert dvc_project.stale()[1] == []
+    assert dvc_project.inputs_state() == digest
     (place / "bundle").write_text("other")
     assert dvc_project.stale()[1] == ["index", "evaluate"]
     dvc_project.commit(["index", "evaluate"])
     # a file that is read, and a parameter of another stage
     (place / "params.yaml").write_text("index: {kind: hnsw}\n")
-    assert dvc_project.stale()[1][0] == "train" and dvc_project.inputs_state() != digest
+    assert dvc_project.stale()[1][0] == "train"
+    assert dvc_project.inputs_state() != digest
     dvc_project.commit(["train"])
     assert dvc_project.stale()[1] == ["index", "evaluate"]  # the parameter alone
 
@@ -752,7 +771,8 @@ def test_what_is_retried(prefect_server, stages, flow_module, place, monkeypatch
         return Registration("unidec", 1, "challenger", None)
 
     stages.register = register
-    assert flow_module.train(steps=["register"])["version"] == 1 and len(attempts) == 3
+    assert flow_module.train(steps=["register"])["version"] == 1
+    assert len(attempts) == 3
     attempts.clear()
     stages.fail["index"] = DataError("three labels without text", where="data/dataset")
 

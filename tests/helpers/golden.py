@@ -1,8 +1,8 @@
 """Golden losses: the first 20 steps of every shipped recipe, scaled down, kept in
 `training/golden/<recipe>.json`.
 
-A refactor leaves them as they are; who changes a recipe or the algorithm makes them anew and says
-so in the commit:
+A refactor leaves them as they are. Who changes a recipe or the algorithm computes them again and
+says so in the commit:
 
     python tests/helpers/golden.py             # all recipes
     python tests/helpers/golden.py unidec      # this one
@@ -27,6 +27,7 @@ from scipy.sparse import csr_matrix
 from unidec.config import Params, load_params, recipe_names
 from unidec.data.dataset import XMCDataset, write_dataset
 from unidec.data.raw import RawData
+from unidec.data.storage import read_json_lines
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.training import trainer as trainer_module
 from unidec.training.trainer import Trainer, TrainingData
@@ -87,7 +88,10 @@ def first_steps(
     params = small(recipe, transformer, folder)
     dataset = write_dataset(folder / "dataset", raw, validation_share=0.1)
     tokens = []
-    for name, size in (("queries", dataset.num_queries), ("labels", dataset.num_labels)):
+    for name, size in (
+        ("queries", dataset.num_queries),
+        ("labels", dataset.num_labels),
+    ):
         texts = dataset.text_batches(name, params.tokens.text)  # type: ignore[arg-type]
         tokens.append(
             TokenCache.open(build_token_cache(texts, transformer, 16, folder / name, size))
@@ -110,9 +114,7 @@ def first_steps(
             trainer.train_round()
     finally:
         trainer_module.LOG_EVERY = log_every
-    lines = [
-        json.loads(line) for line in (folder / "run" / "history.jsonl").read_text().splitlines()
-    ]
+    lines = read_json_lines(folder / "run" / "history.jsonl")
     assert len(lines) == trainer.steps_per_epoch * EPOCHS >= STEPS
     return [{key: line[key] for key in KEPT if key in line} for line in lines[:STEPS]]
 

@@ -101,7 +101,7 @@ class LossyProxy:
     already.
 
     Attributes:
-        fault: "": none; "refuse": the connection is closed when something is asked; "answer": the
+        fault: "": none; "refuse": each request closes the connection; "answer": the
             request arrives, its answer is lost; "hang": nothing is ever answered; "some": the
             answers of `lost` are lost.
         lost: called with each request's first bytes; whether its answer is lost.

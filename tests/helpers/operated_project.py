@@ -22,7 +22,7 @@ TRAIN = "unidec/train"
 REFRESH = "unidec-refresh/refresh"
 MONITOR = "unidec-monitor/monitor"
 
-# a serving process: the model that an alias names, loaded anew, and its answers to the last digit
+# a serving process: the model that an alias names, loaded again, and its answers to the last digit
 ANSWERS = """
 import json, sys, mlflow, pandas as pd
 mlflow.set_tracking_uri("sqlite:///mlflow/mlflow.db")
@@ -106,7 +106,7 @@ class OperatedProject:
         self.project.params(**sections)
         self.project.commit("Other parameters")
 
-    # -- what is asked of it
+    # -- requests to it
     # --------------------------------------------------------------------------------------
 
     def schedule_once(self, seconds: float = 5, count: int = 1, every: int = 3) -> None:

@@ -107,7 +107,7 @@ class PageServer:
     def _refusal(self, request: Request) -> JSONResponse | None:
         self.authorizations.append(request.headers.get("authorization"))
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
-            return _wrong(401, what="an API key is asked for")
+            return _wrong(401, what="an API key is required")
         if self.busy:
             self.busy -= 1
             return _wrong(

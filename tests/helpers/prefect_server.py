@@ -82,7 +82,7 @@ class PrefectServer:
     # ----------------------------------------------------------------------------------------------
 
     def start(self, seconds: float = 120) -> None:
-        """`prefect server start`, until it answers; started again it goes on with the same
+        """`prefect server start`, until it answers; started again it continues with the same
         database.
         """
         self.server = self._start(

@@ -57,7 +57,8 @@ def run(
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0] * world, "\n".join(errors)
+    returncodes = [process.returncode for process in processes]
+    assert returncodes == [0] * world, "\n".join(errors)
     return [
         dict(np.load(folder / f"{function}-{world}-{rank}.npz", allow_pickle=False))
         for rank in range(world)
@@ -307,7 +308,8 @@ def encoder_gradients(ranks: Any, folder: Path) -> dict[str, Any]:
         if unused:
             network.register_parameter("idle", torch.nn.Parameter(torch.ones(2)))
         parallel = ranks.data_parallel(network, torch.zeros(0, 3))
-        assert all(p.grad is None for p in network.parameters()) and network.training
+        assert all(p.grad is None for p in network.parameters())
+        assert network.training
         x = torch.randn(13, 3)
         network(x).pow(2).sum().backward()
         expected = [2 * p.grad for p in network.parameters() if p.grad is not None]
@@ -454,6 +456,7 @@ def train(ranks: Any, folder: Path, cases: dict[str, Any], steps: int) -> dict[s
     """
     from unidec.data.dataset import XMCDataset
     from unidec.data.label_graph import load_label_graph
+    from unidec.data.storage import read_json_lines
     from unidec.data.tokens import TokenCache
     from unidec.training import trainer as module
 
@@ -482,7 +485,7 @@ def train(ranks: Any, folder: Path, cases: dict[str, Any], steps: int) -> dict[s
             except CutOff:
                 break
         ranks.barrier()
-        lines = [json.loads(line) for line in (run_dir / "history.jsonl").read_text().splitlines()]
+        lines = read_json_lines(run_dir / "history.jsonl")
         for key in ("loss", "grad_norm", "pool_size", "step"):
             found[f"{case}: {key}"] = np.array([line[key] for line in lines])
         for name, weight in trainer.model.state_dict().items():

@@ -94,7 +94,11 @@ def _tables(raw: RawData, out: Path, kind: str) -> None:
         queries.append(named.append_column("split", pa.array([split] * table.num_rows)))
         pairs.append(_pair_table(raw.relevance[split], table, raw.labels, names))
         filters.append(_pair_table(raw.filter_pairs[split], table, raw.labels, names[:2]))
-    for name, parts in (("queries", queries), ("pairs", pairs), ("filters", filters)):
+    for name, parts in (
+        ("queries", queries),
+        ("pairs", pairs),
+        ("filters", filters),
+    ):
         write_table(pa.concat_tables(parts), out / f"{name}.{kind}")
     write_table(raw.labels.rename_columns(["id", "text", "content"]), out / f"labels.{kind}")
 

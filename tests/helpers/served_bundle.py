@@ -34,7 +34,8 @@ NUM_QUERIES = 60
 def text(row: int) -> str:
     """Three words that no other row below 625 has."""
     a, b = divmod(row, len(WORDS))
-    return f"{WORDS[b]} {WORDS[(b + a + 1) % len(WORDS)]} {WORDS[(3 * b + 7 * a + 2) % len(WORDS)]}"
+    places = (b, b + a + 1, 3 * b + 7 * a + 2)
+    return " ".join(WORDS[place % len(WORDS)] for place in places)
 
 
 def make_served_bundle(

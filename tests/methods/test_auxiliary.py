@@ -28,7 +28,8 @@ def test_the_labels_searched_have_their_clusters_vectors(
     assert model.auxiliary.shape == (4, 16), "7 labels, at most 2 a cluster, a power of two"
     cluster_labels(model, rng.normal(size=(7, 16)).astype(np.float32), 2, 0, Ranks())
     cluster_L = model.label_cluster.tolist()
-    assert np.bincount(cluster_L).tolist().count(2) == 3 and len(set(cluster_L)) == 4
+    assert np.bincount(cluster_L).tolist().count(2) == 3
+    assert len(set(cluster_L)) == 4
     torch.nn.init.normal_(model.auxiliary)
     tokens = encode_texts([*TEXTS, *TEXTS, TEXTS[0]][:7], tiny_bert, 16)
     x_LW = torch.from_numpy(model.encode("labels", tokens))

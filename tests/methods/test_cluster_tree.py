@@ -31,6 +31,10 @@ def make(rng, counts):
     return tree, torch.from_numpy(rng.normal(size=(7, WIDTH))).float()
 
 
+def gelu(z):
+    return z * 0.5 * (1 + math.erf(z / math.sqrt(2)))
+
+
 def scored(tree, level, x):
     """One query's scores of a level, float64 [C]."""
     layer = tree.layers[level]
@@ -38,9 +42,7 @@ def scored(tree, level, x):
     a, b, w, c = (
         p.detach().double().numpy() for p in (*layer.parameters(), *classifier.parameters())
     )
-    h = [
-        x[i] + (z := a[i] @ x + b[i]) * 0.5 * (1 + math.erf(z / math.sqrt(2))) for i in range(WIDTH)
-    ]
+    h = [x[i] + gelu(a[i] @ x + b[i]) for i in range(WIDTH)]
     return np.array([w[cluster] @ h + c[cluster] for cluster in range(len(w))])
 
 
@@ -48,7 +50,8 @@ def test_it_begins_as_one_classifier_a_level_on_the_encoders_vector():
     tree = LabelTree([2, 8], WIDTH, dropout=0.0)
     x_BW = torch.randn(3, WIDTH)
     for classifier, score_BC in zip(tree.classifiers, tree(x_BW), strict=True):
-        assert torch.equal(score_BC, classifier(x_BW)) and classifier.weight.std() > 0.1
+        assert torch.equal(score_BC, classifier(x_BW))
+        assert classifier.weight.std() > 0.1
     sum(score_BC.square().sum() for score_BC in tree(x_BW)).backward()
     assert all(layer.weight.grad.abs().max() > 0 for layer in tree.layers), "and learns from there"
 
@@ -93,7 +96,8 @@ def test_a_masked_cluster_teaches_nothing(rng):
     assert (seen_BC.sum(1) == 4).all()
     torch.logsumexp(scores[1] * 18, dim=1).sum().backward()
     taught = tree.classifiers[1].weight.grad.abs().sum(1) > 0
-    assert torch.equal(taught, seen_BC.any(0)) and tree.classifiers[0].weight.grad is None
+    assert torch.equal(taught, seen_BC.any(0))
+    assert tree.classifiers[0].weight.grad is None
 
 
 @pytest.mark.parametrize("num_labels", [1, 2, 37, 64])
@@ -117,15 +121,16 @@ def test_a_label_tree_is_not_exported(tiny_bert, tiny_params, tmp_path):
     """It only trains: what is exported is an ordinary classifier."""
     values = {"model.heads": "clf", "model.levels": [4, 2], "model.clf_init": "xavier"}
     model = create_model(tiny_bert, tiny_params(**values), 3).eval()
-    assert model.tree.counts == [2, 4] and model.label_cluster.shape == (7,)
+    assert model.tree.counts == [2, 4]
+    assert model.label_cluster.shape == (7,)
     start_table(model)
     with write_folder(tmp_path / "model", KIND, VERSION) as out:
         model.save_into(out, exported=export_of(model.settings, Rows()))
     loaded = UniDEC.load(tmp_path / "model")
-    assert loaded.settings.levels == [] and not {"tree", "label_cluster"} & {
-        name.split(".")[0] for name in loaded.state_dict()
-    }
-    assert np.array_equal(loaded.classifier_table()[0], model.table.weight.numpy())
+    assert loaded.settings.levels == []
+    assert not {"tree", "label_cluster"} & {name.split(".")[0] for name in loaded.state_dict()}
+    expected = model.table.weight.numpy()
+    assert np.array_equal(loaded.classifier_table()[0], expected)
 
 
 def test_levels_of_a_label_tree_have_targets_of_their_own(make_batches, tiny_dataset):
@@ -138,17 +143,18 @@ def test_levels_of_a_label_tree_have_targets_of_their_own(make_batches, tiny_dat
     plain = make_batches(**values)
     batches = make_batches(cluster_L=cluster_L, **values, **{"model.levels": [20, 10, 3]})
     batch, other = (each.prepare(each.rows[:20], 1, 2, None) for each in (batches, plain))
-    assert np.array_equal(batch.pool.pool_S, other.pool.pool_S) and set(other.added) == {"rows"}
+    assert np.array_equal(batch.pool.pool_S, other.pool.pool_S)
+    assert set(other.added) == {"rows"}
     for count, level in zip([2, 4, 16], batch.added["loss_levels"], strict=True):
         member_LC = (cluster_L * count // 16)[:, None] == np.arange(count)
         positive, ignored = (pairs[batches.rows[:20]] @ member_LC for pairs in (relevant, filtered))
         found = np.zeros((2, 20, count), bool)
         found[0, level.row_P, level.col_P] = True
         found[1, level.ignored_row_F, level.ignored_col_F] = True
-        assert np.array_equal(found[0], positive) and np.array_equal(found[1], ignored & ~positive)
-        assert (level.relevance_P == 1).all() and level.num_positives_B.tolist() == positive.sum(
-            1
-        ).tolist()
+        assert np.array_equal(found[0], positive)
+        assert np.array_equal(found[1], ignored & ~positive)
+        assert (level.relevance_P == 1).all()
+        assert level.num_positives_B.tolist() == positive.sum(1).tolist()
     assert ignored.any() and level.sampled_P.any() and not level.sampled_P.all(), (
         "beta of the positives are drawn"
     )

@@ -27,17 +27,18 @@ def test_queries_are_mixed_in_pairs_and_labels_are_left(open_trainer):
     own = batch.counts.own_queries
     mix = batch.added["mixup"]
     (share, targets), (rest, _) = mix.targets(batch.targets).mixture
-    assert targets is batch.targets and share + rest == pytest.approx(1) and share == mix.share
+    assert targets is batch.targets
+    assert share + rest == pytest.approx(1)
+    assert share == mix.share
     assert sorted(mix.partner_B.tolist()) == list(range(own))
     mixed = mix.vectors(x)
-    torch.testing.assert_close(mixed[:own], share * x[:own] + rest * x[mix.partner_B])
+    expected = share * x[:own] + rest * x[mix.partner_B]
+    torch.testing.assert_close(mixed[:own], expected)
     assert torch.equal(mixed[own:], x[own:])
     again = trainer.prepare(trainer.rows[:17], 0)
     next_step = trainer.prepare(trainer.rows[:17], 1)
-    assert (
-        torch.equal(again.added["mixup"].vectors(x), mixed)
-        and next_step.added["mixup"].share != mix.share
-    )
+    assert torch.equal(again.added["mixup"].vectors(x), mixed)
+    assert next_step.added["mixup"].share != mix.share
     settings = trainer.settings.loss
     shares = np.array(
         [
@@ -86,7 +87,8 @@ def test_a_query_is_mixed_with_the_text_of_one_of_its_sampled_labels(open_traine
                 assert torch.equal(mixed[row], x[row])
                 continue
             assert other - own in labels
-            torch.testing.assert_close(mixed[row], mix.share * x[row] + (1 - mix.share) * x[other])
+            expected = mix.share * x[row] + (1 - mix.share) * x[other]
+            torch.testing.assert_close(mixed[row], expected)
             met.add((row, other - own))
     assert met == {(row, label) for row, labels in enumerate(sampled) for label in labels}
 

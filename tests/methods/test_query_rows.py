@@ -17,9 +17,8 @@ def test_queries_are_drawn_for_each_label_outside_the_batch(
     train = set(batches.rows.tolist())
     rows = batches.rows[:9]
     seen = set()
-    assert np.array_equal(
-        batches.methods.rows.related.related_LN.toarray() > 0, has[batches.rows].T
-    )
+    expected = has[batches.rows].T
+    assert np.array_equal(batches.methods.rows.related.related_LN.toarray() > 0, expected)
     for step in range(3):
         batch = batches.prepare(rows, 0, step, None)
         pool = batch.pool.pool_S
@@ -28,9 +27,8 @@ def test_queries_are_drawn_for_each_label_outside_the_batch(
         label_E, query_E, weight_E = (
             part.numpy() for part in (related.label_E, related.text_E, related.weight_E)
         )
-        assert (weight_E == 1).all() and set(query_E.tolist()) == set(
-            range(len(texts(batch, tiny_tokens)) - own)
-        )
+        assert (weight_E == 1).all()
+        assert set(query_E.tolist()) == set(range(len(texts(batch, tiny_tokens)) - own))
         assert batch.counts.texts == own + query_E.max() + 1
         drawn = sorted(
             {row for row in train - set(rows.tolist()) for label in pool if has[row, label]}
@@ -44,7 +42,8 @@ def test_queries_are_drawn_for_each_label_outside_the_batch(
         for place, label in enumerate(pool):
             available = [row for row in drawn if has[row, label]]
             mine = query_E[label_E == place]
-            assert len(set(mine.tolist())) == len(mine) == min(2, len(available))
+            assert len(set(mine.tolist())) == len(mine)
+            assert len(mine) == min(2, len(available))
             assert all(by_text[tuple(encoded[query])] & set(available) for query in mine)
         seen.add(tuple(zip(label_E.tolist(), query_E.tolist(), strict=True)))
     assert len(seen) == 3

@@ -53,8 +53,18 @@ def test_whole_rows_are_text_and_free_vector(residual, monkeypatch, block, rng):
             for x, free in zip(label_LW, free_LD, strict=True)
         ]
         got_LD = torch.from_numpy(rows.exported()[0])
-        torch.testing.assert_close(got_LD, torch.stack(expected).detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(model.text_rows(label_LW), got_LD - free_LD, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            got_LD,
+            torch.stack(expected).detach(),
+            rtol=1e-5,
+            atol=1e-6,
+        )
+    torch.testing.assert_close(
+        model.text_rows(label_LW),
+        got_LD - free_LD,
+        rtol=1e-4,
+        atol=1e-6,
+    )
     assert torch.equal(model.table.weight, free_LD), "the free vectors stay"
 
 
@@ -75,7 +85,8 @@ def test_whole_rows_have_the_mean_of_all_their_queries(
     texts_NW = torch.from_numpy(rng.normal(size=(12, 32)).astype(np.float32))
     has_LN = rng.random((7, 5)) < 0.5
     # a label without queries, and one with more than a step draws
-    has_LN[3], has_LN[4] = False, True
+    has_LN[3] = False
+    has_LN[4] = True
     first = {"labels": 0, "queries": 7}
     queries = QueryTexts(csr_matrix(has_LN.astype(np.float32)), np.arange(5), 2)
     rows = ResidualRows(model, lambda source, rows: texts_NW[first[source] + rows], queries)
@@ -131,9 +142,11 @@ def test_exported_it_is_an_ordinary_classifier(tiny_bert, tiny_params, tmp_path,
         model.save_into(out, exported=export_of(model.settings, rows))
     loaded = UniDEC.load(tmp_path / "model")
     assert not loaded.settings.clf_residual and model.settings.clf_residual
-    assert "gates" not in loaded.state_dict() and ("gates" in model.state_dict()) == gates
+    assert "gates" not in loaded.state_dict()
+    assert ("gates" in model.state_dict()) == gates
     got_LD = torch.from_numpy(loaded.classifier_table()[0])
-    assert torch.equal(got_LD, rows_LD.to(loaded.table.weight.dtype).float())
+    expected = rows_LD.to(loaded.table.weight.dtype).float()
+    assert torch.equal(got_LD, expected)
     assert torch.equal(encode(loaded), encode(model.eval()))
 
 
@@ -150,5 +163,10 @@ def test_the_free_vector_and_the_head_get_the_gradient_of_their_sum(residual):
     b = model.head_clf[0].bias.detach().double()
     rows = [torch.nn.functional.normalize(w @ x.double() + b, dim=0) for x in label_LW[ids]]
     sum((g.double() * row).sum() for g, row in zip(weight_SD, rows, strict=True)).backward()
-    torch.testing.assert_close(model.head_clf[0].weight.grad, w.grad.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        model.head_clf[0].weight.grad,
+        w.grad.float(),
+        rtol=1e-4,
+        atol=1e-5,
+    )
     model.table.forget()

@@ -32,10 +32,14 @@ def test_labels_of_a_cluster_share_its_row(tiny_bert, tiny_params, tmp_path, bia
         model.save_into(out, exported=export_of(model.settings, ClusterRows(model)))
     loaded = UniDEC.load(tmp_path / "model")
     assert loaded.settings.surrogate == 0 and "label_cluster" not in loaded.state_dict()
-    for weight, biases in (ClusterRows(model).exported(), loaded.classifier_table()):
+    for weight, biases in (
+        ClusterRows(model).exported(),
+        loaded.classifier_table(),
+    ):
         assert (biases is not None) == bias
         for label, cluster in enumerate([3, 0, 1, 1, 2, 0, 3]):
-            assert np.array_equal(weight[label], model.table.weight[cluster].numpy())
+            expected = model.table.weight[cluster].numpy()
+            assert np.array_equal(weight[label], expected)
             assert biases is None or biases[label] == model.bias.weight[cluster, 0]
 
 
@@ -60,6 +64,8 @@ def test_clusters_take_the_place_of_labels(make_batches, tiny_dataset):
     found = np.zeros((2, len(rows), len(pool)), bool)
     found[0, batch.clf.targets.row_P, batch.clf.targets.col_P] = True
     found[1, batch.pool.ignored_row_F, batch.pool.ignored_col_F] = True
-    assert np.array_equal(found[0], expected[np.ix_(rows, pool)]) and found[0].any(1).any()
-    assert np.array_equal(found[1], (ignored & ~expected)[np.ix_(rows, pool)]) and found[1].any()
+    assert np.array_equal(found[0], expected[np.ix_(rows, pool)])
+    assert found[0].any(1).any()
+    assert np.array_equal(found[1], (ignored & ~expected)[np.ix_(rows, pool)])
+    assert found[1].any()
     assert (batch.pool.relevance_P == 1).all() and 15 not in pool

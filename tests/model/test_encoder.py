@@ -35,6 +35,10 @@ def make_tokens(rng, lengths, num_tokens=NUM_TOKENS):
     return Tokens(ids, offsets, num_tokens, 0, 16)
 
 
+def inputs_of(encoder, tokens, rows):
+    return InputBuilder(encoder, CPU)([("queries", tokens, rows)])
+
+
 def make_encoder(folder=None, num_tokens=NUM_TOKENS, width=WIDTH, **settings):
     transformer = None if folder is None else load_transformer(folder)
     if transformer is not None:
@@ -78,7 +82,7 @@ def test_gradients_of_two_threads_are_the_same_each_time(rng, two_threads, setti
     """Enough tokens that torch adds gradients of `x[index]` by atomic operations, in any order."""
     encoder = make_encoder(width=64, bag_dropout=0, dropout=0, **settings).train()
     rows = np.arange(10_000)
-    batch = InputBuilder(encoder, CPU)([("queries", make_tokens(rng, np.full(len(rows), 5)), rows)])
+    batch = inputs_of(encoder, make_tokens(rng, np.full(len(rows), 5)), rows)
     weight_BD = torch.randn(len(rows), encoder.width)
 
     def gradients() -> torch.Tensor:
@@ -89,7 +93,8 @@ def test_gradients_of_two_threads_are_the_same_each_time(rng, two_threads, setti
         return torch.cat([table.used[1].grad.flatten() for table in tables])
 
     first = gradients()
-    assert first.abs().max() > 0 and all(torch.equal(gradients(), first) for _ in range(5))
+    assert first.abs().max() > 0
+    assert all(torch.equal(gradients(), first) for _ in range(5))
 
 
 def test_bag_equals_a_loop_over_tokens_with_its_gradients(rng):
@@ -106,7 +111,10 @@ def test_bag_equals_a_loop_over_tokens_with_its_gradients(rng):
     expected = torch.cat([dense_bag(t, rows, embedding, log_weight[:, 0]) for _, t, rows in parts])
     (expected * target_BD).sum().backward()
     torch.testing.assert_close(x_BD, expected, rtol=1e-5, atol=1e-6)
-    for table, dense in ((encoder.bag.embedding, embedding), (encoder.bag.log_weight, log_weight)):
+    for table, dense in (
+        (encoder.bag.embedding, embedding),
+        (encoder.bag.log_weight, log_weight),
+    ):
         rows_U, leaf = table.used
         scattered = torch.zeros_like(dense).index_add_(0, rows_U, leaf.grad)
         torch.testing.assert_close(scattered, dense.grad, rtol=1e-4, atol=1e-5)
@@ -115,7 +123,7 @@ def test_bag_equals_a_loop_over_tokens_with_its_gradients(rng):
 def test_token_dropout_is_of_training_only(rng):
     encoder = make_encoder(bag_dropout=0.5)
     tokens = make_tokens(rng, [16] * 20)
-    batch = InputBuilder(encoder, CPU)([("queries", tokens, np.arange(20))])
+    batch = inputs_of(encoder, tokens, np.arange(20))
     without = dense_bag(
         tokens, range(20), encoder.bag.embedding.weight, encoder.bag.log_weight.weight[:, 0]
     )
@@ -130,7 +138,7 @@ def test_token_dropout_is_of_training_only(rng):
 def test_token_dropout_of_every_token_gives_zeros_not_nan(rng):
     encoder = make_encoder(bag_dropout=1.0).train()
     tokens = make_tokens(rng, [3, 2])
-    x_BD = encoder(InputBuilder(encoder, CPU)([("queries", tokens, np.arange(2))]))
+    x_BD = encoder(inputs_of(encoder, tokens, np.arange(2)))
     x_BD.sum().backward()
     assert torch.equal(x_BD, torch.zeros_like(x_BD))
     assert torch.isfinite(encoder.bag.embedding.used[1].grad).all()
@@ -139,9 +147,10 @@ def test_token_dropout_of_every_token_gives_zeros_not_nan(rng):
 def test_empty_texts_give_finite_vectors(rng):
     encoder = make_encoder().train()
     tokens = make_tokens(rng, [0, 4, 0])
-    x_BD = encoder(InputBuilder(encoder, CPU)([("queries", tokens, np.arange(3))]))
+    x_BD = encoder(inputs_of(encoder, tokens, np.arange(3)))
     x_BD.sum().backward()
-    assert torch.equal(x_BD[[0, 2]], torch.zeros(2, WIDTH))
+    expected = torch.zeros(2, WIDTH)
+    assert torch.equal(x_BD[[0, 2]], expected)
     assert float(x_BD[1].detach().norm()) == pytest.approx(1, abs=1e-5)
     assert torch.isfinite(encoder.bag.log_weight.used[1].grad).all()
 
@@ -154,14 +163,10 @@ def test_bag_starts_as_a_tf_idf_mean(rng):
     encoder.bag.start_weights(frequency, 100)
     weight = np.maximum(np.log(101 / (1 + frequency)), 1e-3)
     assert weight[0] == 1e-3  # in every text: nearly nothing, and its logarithm is finite
-    expected = [
-        (weight[tokens.ids[a:b], None] * encoder.bag.embedding.weight.numpy()[tokens.ids[a:b]]).sum(
-            0
-        )
-        for a, b in zip(tokens.offsets[:-1], tokens.offsets[1:], strict=True)
-    ]
+    vectors = weight[:, None] * encoder.bag.embedding.weight.numpy()
+    expected = [vectors[ids].sum(0) for ids in np.split(tokens.ids, tokens.offsets[1:-1])]
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
-    x_BD = encoder.eval()(InputBuilder(encoder, CPU)([("queries", tokens, np.arange(3))]))
+    x_BD = encoder.eval()(inputs_of(encoder, tokens, np.arange(3)))
     np.testing.assert_allclose(x_BD.numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -217,7 +222,7 @@ def test_a_text_does_not_depend_on_its_batch(folder, texts, rng, monkeypatch, po
 @pytest.mark.parametrize("trainable", [-1, 0, 1, 2, 3])
 def test_gradients_reach_the_layers_that_train_and_no_other(folder, texts, trainable):
     encoder = make_encoder(folder, kind="transformer", trainable_layers=trainable).train()
-    batch = InputBuilder(encoder, CPU)([("queries", texts, np.arange(40))])
+    batch = inputs_of(encoder, texts, np.arange(40))
     x_BD = encoder(batch)
     if trainable == 0:
         assert not x_BD.requires_grad
@@ -261,7 +266,7 @@ def test_activations_computed_again_change_nothing(tiny_bert, texts, trainable):
             tiny_bert, kind="both", trainable_layers=trainable, dropout=0.1
         ).train()
         encoder.recompute = recompute
-        batch = InputBuilder(encoder, CPU)([("queries", texts, np.arange(len(texts)))])
+        batch = inputs_of(encoder, texts, np.arange(len(texts)))
         saved = []
         with torch.autograd.graph.saved_tensors_hooks(
             lambda x, saved=saved: (saved.append(x), x)[1], lambda x: x
@@ -275,7 +280,8 @@ def test_activations_computed_again_change_nothing(tiny_bert, texts, trainable):
         results.append((x_BW.detach(), gradients, sum(storages.values())))
     (one, one_grad, all_kept), (other, other_grad, few_kept) = results
     assert torch.equal(one, other)
-    assert one_grad.keys() == other_grad.keys() and len(one_grad) > 10
+    assert one_grad.keys() == other_grad.keys()
+    assert len(one_grad) > 10
     assert all(torch.equal(one_grad[name], other_grad[name]) for name in one_grad)
     assert few_kept < 0.7 * all_kept
 
@@ -299,13 +305,18 @@ def test_both_are_two_unit_halves(tiny_bert, texts, most):
         tiny_bert, kind="both", trainable_layers=0, transformer_tokens=most
     ).eval()
     with torch.no_grad():
-        x_BW = encoder(InputBuilder(encoder, CPU)([("queries", texts, np.arange(40))]))
+        x_BW = encoder(inputs_of(encoder, texts, np.arange(40)))
         alone = one_by_one(encoder.transformer.transformer, texts, range(40), "mean", most or None)
         vector = F.normalize(alone, dim=-1)
     bag = dense_bag(
         texts, range(40), encoder.bag.embedding.weight, encoder.bag.log_weight.weight[:, 0]
     )
-    torch.testing.assert_close(x_BW, torch.cat([vector, bag], -1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        x_BW,
+        torch.cat([vector, bag], -1),
+        rtol=1e-4,
+        atol=1e-5,
+    )
     assert encoder.width == 64
 
 
@@ -318,7 +329,8 @@ def test_residual_network_starts_as_the_identity(tiny_bert, texts, kind):
     added.load_state_dict(plain.state_dict(), strict=False)
     parts = [("queries", texts, np.arange(40))]
     build = InputBuilder(plain, CPU)
-    assert torch.equal(plain(build(parts)), added(build(parts)))
+    expected = added(build(parts))
+    assert torch.equal(plain(build(parts)), expected)
     added.residual[-1].weight.data.normal_()
     assert not torch.allclose(plain(build(parts)), added(build(parts)))
 
@@ -355,12 +367,15 @@ def test_chunks_grow_up_to_a_number_of_tokens(rng):
     lengths = rng.integers(0, 30, 200)
     chunks = list(length_chunks(lengths, 8, tokens=300))
     order = np.concatenate(chunks)
-    assert sorted(order) == list(range(200)) and (np.diff(lengths[order]) >= 0).all()
+    assert sorted(order) == list(range(200))
+    assert (np.diff(lengths[order]) >= 0).all()
     for chunk, following in itertools.pairwise(chunks):
         padded = len(chunk) * lengths[chunk].max()
         more = (len(chunk) + 1) * lengths[following[0]]
-        assert (padded <= 300 or len(chunk) == 8) and (more > 300)
-    assert len(chunks) > 2 and len(chunks[0]) > 8
+        assert padded <= 300 or len(chunk) == 8
+        assert more > 300
+    assert len(chunks) > 2
+    assert len(chunks[0]) > 8
     assert [len(chunk) for chunk in length_chunks(np.zeros(50, dtype=np.int64), 8, tokens=1)] == [
         50
     ]
@@ -403,18 +418,28 @@ def test_a_bag_of_the_first_tokens_stands_beside_the_whole_text(rng):
     encoder = make_encoder(bag_head=4).eval()
     tokens = make_tokens(rng, [5, 1, 9, 0, 4])
     rows = np.array([2, 0, 3, 4, 1])
-    x_BD = encoder(InputBuilder(encoder, CPU)([("queries", tokens, rows)]))
+    x_BD = encoder(inputs_of(encoder, tokens, rows))
     embedding = encoder.bag.embedding.weight
     log_weight = encoder.bag.log_weight.weight[:, 0]
     ids = [tokens.ids[tokens.offsets[row] : tokens.offsets[row + 1]][:4] for row in range(5)]
     starts = Tokens(np.concatenate(ids), np.cumsum([0, *map(len, ids)]), NUM_TOKENS, 0, 16)
     expected = [dense_bag(t, rows, embedding, log_weight) for t in (tokens, starts)]
     assert encoder.width == 2 * WIDTH
-    torch.testing.assert_close(x_BD, torch.cat(expected, dim=-1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        x_BD,
+        torch.cat(expected, dim=-1),
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize(
-    ("kind", "on_gpu"), [("MPNet", "eager"), ("Bert", "sdpa"), ("DistilBert", "sdpa")]
+    ("kind", "on_gpu"),
+    [
+        ("MPNet", "eager"),
+        ("Bert", "sdpa"),
+        ("DistilBert", "sdpa"),
+    ],
 )
 def test_attention_is_fused_on_a_gpu_where_the_architecture_has_it(
     monkeypatch, tmp_path, kind, on_gpu

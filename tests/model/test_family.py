@@ -26,18 +26,28 @@ DEXML_TAU = 0.05
 # all [B, S] ---------
 
 
-def mean(terms, zero):
+def average(terms):
+    """[their mean]; [] without any."""
+    return [sum(terms) / len(terms)] if terms else []
+
+
+def mean(rows, zero):
     """Over the queries that have a positive."""
-    return sum(terms) / len(terms) if terms else zero.sum() * 0
+    (found,) = average(rows) or [zero.sum() * 0]
+    return found
+
+
+def log_sum(terms):
+    """log of the sum of e^term."""
+    return torch.logsumexp(torch.stack(terms), 0)
 
 
 def supcon(s, y, skip):
     """Mean over i of 1/|P_i| sum over p of -log e^s_ip / sum over all l of e^s_il (v1)."""
     rows = []
     for i in range(len(s)):
-        seen = [s[i, j] for j in range(s.shape[1]) if not skip[i, j]]
-        terms = [torch.logsumexp(torch.stack(seen), 0) - s[i, p] for p in np.flatnonzero(y[i])]
-        rows += [sum(terms) / len(terms)] if terms else []
+        seen = list(s[i, ~skip[i]])
+        rows += average([log_sum(seen) - s[i, p] for p in np.flatnonzero(y[i])])
     return mean(rows, s)
 
 
@@ -47,12 +57,12 @@ def decoupled(s, y, skip, carries=None):
 
     carries: the positives that have a loss; all of them are left out of the denominators.
     """
+    carries = y if carries is None else carries
     rows = []
     for i in range(len(s)):
-        negatives = [s[i, j] for j in range(s.shape[1]) if not skip[i, j] and not y[i, j]]
-        carrying = np.flatnonzero((y if carries is None else carries)[i])
-        terms = [torch.logsumexp(torch.stack([s[i, p], *negatives]), 0) - s[i, p] for p in carrying]
-        rows += [sum(terms) / len(terms)] if terms else []
+        negatives = list(s[i, ~(skip[i] | y[i])])
+        positives = list(s[i, carries[i]])
+        rows += average([log_sum([s_p, *negatives]) - s_p for s_p in positives])
     return mean(rows, s)
 
 
@@ -65,8 +75,8 @@ def infonce(s, picked, skip):
     """Cross entropy with the sampled positive as the class (DPR, ANCE)."""
     rows = []
     for i in range(len(s)):
-        seen = [s[i, j] for j in range(s.shape[1]) if not skip[i, j]]
-        rows += [torch.logsumexp(torch.stack(seen), 0) - s[i, p] for p in np.flatnonzero(picked[i])]
+        seen = list(s[i, ~skip[i]])
+        rows += [log_sum(seen) - s[i, p] for p in np.flatnonzero(picked[i])]
     return mean(rows, s)
 
 
@@ -78,10 +88,10 @@ def triplet_hardest(cosine, y, skip, picked, margin):
     for i in range(len(cosine)):
         negatives = cosine[i][~(skip[i] | y[i])]
         hardest = negatives.max() if len(negatives) else cosine[i].detach().min() - 9
-        terms = [
-            torch.clamp(hardest - cosine[i, p] + margin, min=0) for p in np.flatnonzero(picked[i])
+        hinges = [
+            torch.clamp(hardest - positive + margin, min=0) for positive in cosine[i, picked[i]]
         ]
-        rows += [sum(terms) / len(terms)] if terms else []
+        rows += average(hinges)
     return mean(rows, cosine)
 
 
@@ -91,17 +101,18 @@ def triplet_softmax(cosine, y, skip, picked, margin, top):
     """
     rows = []
     for i in range(len(cosine)):
-        negatives = sorted(cosine[i][~(skip[i] | y[i])], key=lambda s: -s.item())[:top]
-        missing = min(top, cosine.shape[1]) - len(negatives)
+        negatives = cosine[i][~(skip[i] | y[i])]
+        hardest = sorted(negatives, key=lambda s: -s.item())[:top]
+        num_missing = min(top, cosine.shape[1]) - len(hardest)
         terms = []
-        for p in np.flatnonzero(picked[i]):
-            hinges = [torch.clamp(s - cosine[i, p] + margin, min=0) for s in negatives]
-            scores = [s / 0.1 if h > 0 else s * 0 for s, h in zip(negatives, hinges, strict=True)]
-            shares = torch.softmax(torch.stack([*scores, *[cosine.new_zeros(())] * missing]), 0)
-            terms.append(
-                sum((h * w for h, w in zip(hinges, shares, strict=False)), cosine.sum() * 0) / top
-            )
-        rows += [sum(terms) / len(terms)] if terms else []
+        for positive in cosine[i, picked[i]]:
+            hinges = [torch.clamp(s - positive + margin, min=0) for s in hardest]
+            scores = [s / 0.1 if h > 0 else s * 0 for s, h in zip(hardest, hinges, strict=True)]
+            scores += [cosine.new_zeros(())] * num_missing
+            shares = torch.softmax(torch.stack(scores), 0)
+            weighted = [h * w for h, w in zip(hinges, shares, strict=False)]
+            terms.append(sum(weighted, cosine.sum() * 0) / top)
+        rows += average(terms)
     return mean(rows, cosine)
 
 
@@ -116,11 +127,14 @@ def soft_topk(s, y, skip, k):
         high = -seen.min().item() + 40.0
         for _ in range(100):
             t = (low + high) / 2
-            low, high = (t, high) if torch.sigmoid(seen.detach() + t).sum() < k else (low, t)
+            if torch.sigmoid(seen.detach() + t).sum() < k:
+                low = t
+            else:
+                high = t
         p = torch.sigmoid(seen + low)
-        t = low - (p.sum() - k) / (p * (1 - p)).sum().detach()  # no step, but the root's derivative
-        terms = [-F.logsigmoid(s[i, j] + t) for j in np.flatnonzero(y[i])]
-        rows += [sum(terms) / len(terms)] if terms else []
+        slope = (p * (1 - p)).sum().detach()
+        t = low - (p.sum() - k) / slope  # no step, but the root's derivative
+        rows += average([-F.logsigmoid(s[i, j] + t) for j in np.flatnonzero(y[i])])
     return mean(rows, s)
 
 
@@ -142,16 +156,27 @@ def ova(s, target, skip):
 # --------------------------------------------------------------------------------------------------
 
 
+def of_both_heads(loss, c):
+    """Half by the bi-encoder's scores, half by the classifier's, both ways."""
+    de = both_ways(loss, c.de / TAU, *c.pool)
+    clf = both_ways(loss, c.clf / TAU, *c.pool)
+    return (de + clf) / 2
+
+
+def of_classifier(c):
+    """DEXML's loss by the classifier's scores, both ways."""
+    return both_ways(decoupled, c.clf / TAU, *c.pool)
+
+
 def unidec_v2(c):
-    return (
-        both_ways(decoupled, c.de / TAU, *c.pool) + both_ways(decoupled, c.clf / TAU, *c.pool)
-    ) / 2
+    return of_both_heads(decoupled, c)
 
 
 def ova_entries(s, y, skip):
     """The mean over entries instead of the sum over a query's."""
-    entries = sum((~skip[i]).sum() for i in range(len(y)) if y[i].any())
-    return ova(s, y.astype(float), skip) * y.any(1).sum() / entries
+    active = y.any(1)
+    entries = (~skip[active]).sum()
+    return ova(s, y.astype(float), skip) * active.sum() / entries
 
 
 def unidec_v2_bce(c):
@@ -159,12 +184,14 @@ def unidec_v2_bce(c):
 
 
 def unidec_v1(c):
-    return (both_ways(supcon, c.de / TAU, *c.pool) + both_ways(supcon, c.clf / TAU, *c.pool)) / 2
+    return of_both_heads(supcon, c)
 
 
 def unidec_cpu(c):
     """Both heads; the classifier over all labels, query to label only."""
-    return (both_ways(decoupled, c.de / TAU, *c.pool) + decoupled(c.clf / TAU, *c.every)) / 2
+    de = both_ways(decoupled, c.de / TAU, *c.pool)
+    clf = decoupled(c.clf / TAU, *c.every)
+    return (de + clf) / 2
 
 
 def siamesexml(c):
@@ -191,7 +218,7 @@ def mixed(c):
 FORMULAS = {
     "mixup": mixed,
     "label-mixup": unidec_v2,
-    "decaf": lambda c: both_ways(decoupled, c.clf / TAU, *c.pool),
+    "decaf": of_classifier,
     "unidec": unidec_cpu,
     "unidec-long": unidec_cpu,
     "unidec-v2": unidec_v2,
@@ -200,15 +227,15 @@ FORMULAS = {
     "unidec-gpu-long": unidec_v2_bce,
     "unidec-v1": unidec_v1,
     "astec-surrogate": lambda c: decoupled(c.clf / TAU, *c.every),
-    "astec": lambda c: both_ways(decoupled, c.clf / TAU, *c.pool),
-    "eclare": lambda c: both_ways(decoupled, c.clf / TAU, *c.pool),
+    "astec": of_classifier,
+    "eclare": of_classifier,
     "cascadexml": lambda c: (
         both_ways(decoupled, c.clf / TAU, *c.pool)
         + sum(decoupled(s / TAU, *rest) for s, *rest in c.levels)
     ),
-    "graphsage": lambda c: both_ways(decoupled, c.clf / TAU, *c.pool),
+    "graphsage": of_classifier,
     "inceptionxml": lambda c: decoupled(c.clf / TAU, *c.every),
-    "inceptionxml-lf": lambda c: both_ways(decoupled, c.clf / TAU, *c.pool),
+    "inceptionxml-lf": of_classifier,
     "depsl": lambda c: both_ways(decoupled, c.de / 0.02, *c.pool),
     "supconde": lambda c: both_ways(supcon, c.de / TAU, *c.pool),
     "dpr": lambda c: infonce(c.de / TAU, c.picked, c.pool[1]),
@@ -432,7 +459,8 @@ class Case:
             picked = {int(t.row_P[pair]): int(t.col_P[pair]) for pair in order}
             assert 0 < len(picked) <= self.own
             others = [x[self.own + picked[i]] if i in picked else x[i] for i in range(self.own)]
-        queries = [self.share * x[i] + (1 - self.share) * others[i] for i in range(self.own)]
+        own = x[: self.own]
+        queries = [self.share * q + (1 - self.share) * r for q, r in zip(own, others, strict=True)]
         return torch.cat([torch.stack(queries), x[self.own :]])
 
 

@@ -1,5 +1,5 @@
-"""Cached outputs of frozen layers: equal to what is computed anew, made once, named by what decides
-them.
+"""Cached outputs of frozen layers: equal to what the layers compute, made once, named by what
+decides them.
 """
 
 import numpy as np
@@ -57,9 +57,8 @@ def test_a_label_that_is_a_query_too_is_computed_once(tiny_bert, tmp_path, monke
     found = FrozenCaches(encoder, tmp_path / "both", CPU, None).read(what, tokens)
     assert sum(computed) == len(tokens["queries"]) + 2
     for name, values in found.items():
-        np.testing.assert_allclose(
-            values.astype(np.float32), alone[name].astype(np.float32), atol=2e-3
-        )
+        expected = alone[name].astype(np.float32)
+        np.testing.assert_allclose(values.astype(np.float32), expected, atol=2e-3)
 
 
 def test_made_once(tiny_bert, tiny_tokens, tmp_path, monkeypatch):

@@ -91,9 +91,8 @@ def test_equals_loops(rng):
             x = (query[i] @ row[j] + bias[j, 0]) * scale
             if (i, j) not in ignored:
                 total += -F.logsigmoid(x) if (i, j) in pairs else -F.logsigmoid(-x)
-    torch.testing.assert_close(
-        full_bce(query, row, bias, scale, targets, chunk=6), total / len(rows)
-    )
+    expected = total / len(rows)
+    torch.testing.assert_close(full_bce(query, row, bias, scale, targets, chunk=6), expected)
 
 
 def test_degenerate_cases(rng):
@@ -160,7 +159,12 @@ def test_under_autocast_the_products_are_bfloat16(rng):
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected, rtol=2e-2, atol=2e-2)
     for grad, other in zip(gradients(loss, ours), gradients(expected, theirs), strict=True):
-        torch.testing.assert_close(grad, other, rtol=5e-2, atol=5e-2 * float(other.abs().max()))
+        torch.testing.assert_close(
+            grad,
+            other,
+            rtol=5e-2,
+            atol=5e-2 * float(other.abs().max()),
+        )
 
 
 class Largest(TorchDispatchMode):

@@ -96,7 +96,8 @@ def degenerate_cases(rng):
     some = rng.random((4, 7)) < 0.4
     no_row = some.copy()
     all_row = some.copy()
-    no_row[2], all_row[1] = False, True
+    no_row[2] = False
+    all_row[1] = True
     return {
         "a row without positives": case(rng.normal(size=(4, 7)), no_row),
         "a row of positives only": case(rng.normal(size=(4, 7)), all_row),
@@ -130,38 +131,40 @@ def slow_threshold(x, k):
     high = -x.min().item() + 50.0
     for _ in range(80):
         middle = (low + high) / 2
-        low, high = (
-            (middle, high) if torch.sigmoid(x.detach() + middle).sum() < k else (low, middle)
-        )
+        if torch.sigmoid(x.detach() + middle).sum() < k:
+            low = middle
+        else:
+            high = middle
     p = torch.sigmoid(x + low)
-    return low - (p.sum() - k) / (p * (1 - p)).sum().detach()
+    slope = (p * (1 - p)).sum().detach()
+    return low - (p.sum() - k) / slope
 
 
 def loop_pair_loss(name, options, x_i, p, negatives, everything):
     s_p = x_i[p]
+    zero = x_i.sum() * 0
     if name == "softtopk":
         if len(everything) <= options["topk"]:
-            return x_i.sum() * 0
+            return zero
         return -F.logsigmoid(s_p + slow_threshold(x_i[everything], options["topk"]))
     if name == "ds":
-        return torch.logsumexp(torch.stack([s_p] + [x_i[n] for n in negatives]), 0) - s_p
+        return torch.logsumexp(x_i[[p, *negatives]], 0) - s_p
     if name in ("supcon", "infonce"):
-        return torch.logsumexp(torch.stack([x_i[n] for n in everything]), 0) - s_p
+        return torch.logsumexp(x_i[everything], 0) - s_p
+    margin = options["margin"]
     if options.get("negatives", "all") == "all":
-        return sum(
-            (torch.clamp(x_i[n] - s_p + options["margin"], min=0) for n in negatives), x_i.sum() * 0
-        )
+        return sum((torch.clamp(s - s_p + margin, min=0) for s in x_i[negatives]), zero)
     top = options.get("top", 1)
-    hardest = sorted(negatives, key=lambda n: x_i[n].item(), reverse=True)[:top]
-    hinges = [torch.clamp(x_i[n] - s_p + options["margin"], min=0) for n in hardest]
-    if options["negatives"] == "softmax":  # what is missing counts as one that keeps the margin
-        missing = [x_i.new_zeros(())] * (min(top, len(x_i)) - len(hardest))
-        scores = [
-            x_i[n] / 0.1 if h > 0 else x_i[n] * 0 for n, h in zip(hardest, hinges, strict=True)
-        ]
-        shares = torch.stack([*scores, *missing]).softmax(0)
+    hardest = sorted(x_i[negatives], key=torch.Tensor.item, reverse=True)[:top]
+    hinges = [torch.clamp(s - s_p + margin, min=0) for s in hardest]
+    if options["negatives"] == "softmax":
+        scores = [s / 0.1 if h > 0 else s * 0 for s, h in zip(hardest, hinges, strict=True)]
+        # what is missing counts as one that keeps the margin
+        num_missing = min(top, len(x_i)) - len(hardest)
+        scores += [x_i.new_zeros(())] * num_missing
+        shares = torch.stack(scores).softmax(0)
         hinges = [h * share for h, share in zip(hinges, shares, strict=False)]
-    return sum(hinges, x_i.sum() * 0) / top
+    return sum(hinges, zero) / top
 
 
 def loop_loss(name, options, logit, positive, ignored, weight, importance_L=None):
@@ -219,7 +222,12 @@ def assert_equals_loop(name, options, case, tolerance=1e-9):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_equals_a_double_loop(variant, rng):
-    for shape in ((6, 11), (1, 9), (9, 3), (5, 5)):
+    for shape in (
+        (6, 11),
+        (1, 9),
+        (9, 3),
+        (5, 5),
+    ):
         assert_equals_loop(*VARIANTS[variant], random_case(rng, *shape))
 
 
@@ -229,7 +237,8 @@ def test_degenerate_cases_equal_a_double_loop(variant, degenerate, rng):
     name, options = VARIANTS[variant]
     case = degenerate_cases(rng)[degenerate]
     if degenerate == "row weight zero":
-        case.weight[1], case.weight_P[case.row == 1] = 0, 0
+        case.weight[1] = 0
+        case.weight_P[case.row == 1] = 0
     # t is free between far entries, in the loops too
     if name == "softtopk" and degenerate == "huge logits":
         value, gradient = value_and_gradient(
@@ -241,9 +250,8 @@ def test_degenerate_cases_equal_a_double_loop(variant, degenerate, rng):
         # A hinge between equal scores has no unique gradient when it is the hardest of several:
         # values only.
         value = LOSSES[name](case.logit, case.pairs(), **options)
-        torch.testing.assert_close(
-            value, loop_loss(name, options, case.logit, case.positive, case.ignored, case.weight)
-        )
+        expected = loop_loss(name, options, case.logit, case.positive, case.ignored, case.weight)
+        torch.testing.assert_close(value, expected)
         return
     assert_equals_loop(name, options, case)
 
@@ -276,7 +284,8 @@ def test_all_positive_pool_costs_nothing_under_decoupled_softmax():
         logit = (torch.randn(3, 5) * scale).requires_grad_()
         loss = decoupled_softmax(logit, Pairs(row, col, torch.ones(15), none, none))
         loss.backward()
-        assert loss.item() == 0 and (logit.grad == 0).all()
+        assert loss.item() == 0
+        assert (logit.grad == 0).all()
 
 
 def test_hand_computed_values():
@@ -284,12 +293,15 @@ def test_hand_computed_values():
     none = torch.empty(0, dtype=torch.int64)
     pairs = Pairs(torch.tensor([0, 0]), torch.tensor([0, 1]), torch.tensor([0.5, 0.5]), none, none)
     e = np.exp
-    decoupled = (np.log((e(2) + 1) / e(2)) + np.log((e(1) + 1) / e(1))) / 2
+    log = np.log
+    of_first = log((e(2) + 1) / e(2))
+    of_second = log((e(1) + 1) / e(1))
+    decoupled = (of_first + of_second) / 2
     assert decoupled_softmax(logit, pairs).item() == pytest.approx(decoupled, rel=1e-6)
-    coupled = np.log(e(2) + e(1) + 1) - 1.5
+    coupled = log(e(2) + e(1) + 1) - 1.5
     assert supcon(logit, pairs).item() == pytest.approx(coupled, rel=1e-6)
     assert triplet(logit, pairs, margin=1.5).item() == pytest.approx(0.25, rel=1e-6)
-    binary = np.log(1 + e(-2)) + np.log(1 + e(-1)) + np.log(2)
+    binary = log(1 + e(-2)) + log(1 + e(-1)) + log(2)
     ones = pairs._replace(weight_P=torch.ones(2))
     assert bce(logit, ones).item() == pytest.approx(binary, rel=1e-6)
     assert bce(logit, ones, normalise="entries").item() == pytest.approx(binary / 3, rel=1e-6)
@@ -327,7 +339,12 @@ def test_lower_precision_is_computed_in_float32(variant, dtype, rng):
     assert value.dtype == torch.float32 and gradient.dtype == dtype
     torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-6)
     loose = 2e-6 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=loose * 10, atol=loose)
+    torch.testing.assert_close(
+        gradient.double(),
+        expected_gradient,
+        rtol=loose * 10,
+        atol=loose,
+    )
 
 
 @pytest.mark.parametrize("kind", list(LOSSES))
@@ -343,7 +360,8 @@ def test_under_bf16_autocast(kind, rng):
         )
     assert loss.dtype == torch.float32
     loss.backward()
-    assert torch.isfinite(query.grad).all() and (query.grad != 0).any()
+    assert torch.isfinite(query.grad).all()
+    assert (query.grad != 0).any()
 
 
 def loop_symmetric(
@@ -398,7 +416,12 @@ def direction(kind, forward):
 def test_symmetric_equals_both_directions_looped(variant, reduction, forward, rng):
     name, options = VARIANTS[variant]
     forward = direction(name, forward)
-    for soft, weighted in ((False, False), (True, False), (False, True), (True, True)):
+    for soft, weighted in (
+        (False, False),
+        (True, False),
+        (False, True),
+        (True, True),
+    ):
         case = random_case(rng)
         importance = 1 + 20 * rng.random(11) if weighted else None
         targets = case.targets(rng, soft=soft, extra=2, importance_L=importance)
@@ -425,7 +448,8 @@ def test_symmetric_on_degenerate_cases_is_finite(kind, rng):
             logit = case.logit.float().requires_grad_()
             loss = symmetric_loss(kind, logit, case.targets(rng), reduction="psl", forward=forward)
             loss.backward()
-            assert torch.isfinite(loss) and torch.isfinite(logit.grad).all(), name
+            assert torch.isfinite(loss), name
+            assert torch.isfinite(logit.grad).all(), name
             assert loss >= 0, name
 
 
@@ -441,7 +465,8 @@ def test_nothing_depends_on_values_on_the_host(kind, reduction, rng):
     logit = torch.empty(6, 11, device="meta", requires_grad=True)
     loss = symmetric_loss(kind, logit, targets, reduction=reduction, forward=direction(kind, 0.5))
     loss.backward()
-    assert loss.shape == () and logit.grad.shape == (6, 11)
+    assert loss.shape == ()
+    assert logit.grad.shape == (6, 11)
 
 
 def test_what_goes_to_a_gpu_is_pinned(monkeypatch):
@@ -454,9 +479,11 @@ def test_what_goes_to_a_gpu_is_pinned(monkeypatch):
         lambda tensor, *given, **options: sent.append((given, options)) or tensor,
     )
     to_device(np.arange(3), torch.device("cuda", 1))
-    assert len(pinned) == 1 and sent == [((torch.device("cuda", 1),), {"non_blocking": True})]
+    assert len(pinned) == 1
+    assert sent == [((torch.device("cuda", 1),), {"non_blocking": True})]
     to_device(np.arange(3), "cpu")
-    assert len(pinned) == 1 and sent[1] == (("cpu",), {})
+    assert len(pinned) == 1
+    assert sent[1] == (("cpu",), {})
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -481,7 +508,12 @@ def test_gpu_equals_cpu_and_never_waits(variant, reduction, rng):
         lambda x: symmetric_loss(name, x, given, reduction=reduction, forward=forward, **options),
         case.logit.float(),
     )
-    torch.testing.assert_close(loss.detach().cpu(), value, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        loss.detach().cpu(),
+        value,
+        rtol=1e-5,
+        atol=1e-6,
+    )
     torch.testing.assert_close(logit.grad.cpu(), gradient, rtol=1e-4, atol=1e-6)
 
 
@@ -523,10 +555,17 @@ def test_a_logit_that_is_not_finite_shows_in_the_loss(rng):
 def test_an_option_of_another_loss_is_refused(kind, rng):
     case = random_case(rng)
     with pytest.raises(TypeError, match="topk"):
-        symmetric_loss(kind, case.logit, case.targets(rng), reduction="psl", forward=0.5, topk=3)
+        symmetric_loss(
+            kind,
+            case.logit,
+            case.targets(rng),
+            reduction="psl",
+            forward=0.5,
+            topk=3,
+        )
 
 
-# -- what a loss is told
+# -- what a loss receives
 # -----------------------------------------------------------------------------------------------
 
 
@@ -537,10 +576,18 @@ def test_section_loss_gives_each_loss_its_own_options(rng):
     given = {kind: loss_options(kind, settings) for kind in LOSSES}
     assert given["triplet"] == {"margin": 0.7, "negatives": "hardest", "top": 2}
     assert given["hinge"] == {"margin": 0.7, "normalise": "rows"}
-    assert given["bce"] == {"normalise": "rows"} and given["softtopk"] == {"topk": 3}
+    assert given["bce"] == {"normalise": "rows"}
+    assert given["softtopk"] == {"topk": 3}
     case = random_case(rng)
     for kind, options in given.items():
-        symmetric_loss(kind, case.logit, case.targets(rng), reduction="psl", forward=1.0, **options)
+        symmetric_loss(
+            kind,
+            case.logit,
+            case.targets(rng),
+            reduction="psl",
+            forward=1.0,
+            **options,
+        )
     assert set(LOSSES) >= ENTRYWISE | UNSCALED
 
 
@@ -548,8 +595,20 @@ def test_propensities_reach_the_pairs_of_a_pool(rng):
     from unidec.model.pool import PoolSampler
 
     relevance = csr_matrix((rng.random((9, 12)) < 0.3).astype(np.float32))
-    sampler = PoolSampler(relevance, csr_matrix((9, 12), dtype=bool), beta=2, eta=0, size=6, seed=1)
-    batch = sampler.batch(np.array([3, 1, 8]), epoch=0, step=0, shortlist_NH=None)
+    sampler = PoolSampler(
+        relevance,
+        csr_matrix((9, 12), dtype=bool),
+        beta=2,
+        eta=0,
+        size=6,
+        seed=1,
+    )
+    batch = sampler.batch(
+        np.array([3, 1, 8]),
+        epoch=0,
+        step=0,
+        shortlist_NH=None,
+    )
     inverse_L = 1 + rng.random(12)
     targets = PoolTargets.from_batch(batch, importance_L=inverse_L)
     expected = [inverse_L[batch.pool_S[col]] for col in batch.positive_col_P]
@@ -596,7 +655,9 @@ def test_rare_labels_weigh_as_their_inverse_propensity(rng):
             ),
             logit,
         )
-        assert gradient[0, 0] == pytest.approx(9 * gradient[1, 1].item()) and gradient[1, 1] < 0
+        expected = 9 * gradient[1, 1].item()
+        assert gradient[0, 0] == pytest.approx(expected)
+        assert gradient[1, 1] < 0
 
 
 def test_examples_in_docstrings():

@@ -94,13 +94,13 @@ def test_pol_with_a_generator_is_uniform_over_the_sampled_positives():
     total = torch.zeros(5)
     for _ in range(draws):
         weight = target_weights("pol", targets, 2, generator)
-        assert weight[:4].sum() == 1 and weight[4] == 1
+        assert weight[:4].sum() == 1
+        assert weight[4] == 1
         total += weight
     # five standard deviations of a share of 1/3
     tolerance = 5 * (1 / 3 * 2 / 3 / draws) ** 0.5
-    torch.testing.assert_close(
-        total / draws, torch.tensor([1 / 3, 0, 1 / 3, 1 / 3, 1]), atol=tolerance, rtol=0
-    )
+    expected = torch.tensor([1 / 3, 0, 1 / 3, 1 / 3, 1])
+    torch.testing.assert_close(total / draws, expected, atol=tolerance, rtol=0)
 
 
 def test_zero_relevance_stays_finite():

@@ -59,9 +59,8 @@ def test_bfloat16_rows_come_as_float32(rng, train):
     for rows in (torch.tensor([7, 2]), None):
         leaf = table.gather(rows)
         assert leaf.dtype == torch.float32 and leaf.requires_grad == train
-        assert torch.equal(
-            leaf.detach(), (table.weight if rows is None else table.weight[rows]).float()
-        )
+        expected = (table.weight if rows is None else table.weight[rows]).float()
+        assert torch.equal(leaf.detach(), expected)
         table.forget()
     assert table.numpy().dtype == np.float32
     assert np.array_equal(table.numpy(), values.bfloat16().float().numpy())
@@ -77,20 +76,20 @@ def test_float32_in_host_memory_is_not_copied_for_numpy(table, tmp_path):
 def test_a_part_of_the_rows_is_gathered_by_global_ids(rng, train):
     values = torch.from_numpy(rng.normal(size=(ROWS, WIDTH))).float()
     table = RowTable(ROWS, WIDTH, placement=Placement(first_row=10, num_rows=12)).train(train)
-    assert (table.num_rows, table.first_row, table.own_rows, len(table.weight)) == (
-        ROWS,
-        10,
-        12,
-        12,
-    )
+    assert table.num_rows == ROWS
+    assert table.first_row == 10
+    assert table.own_rows == 12
+    assert len(table.weight) == 12
     with torch.no_grad():
         table.weight.copy_(values[10:22])
     rows = torch.tensor([21, 10, 15])
     assert torch.equal(table.gather(rows).detach(), values[rows])
     table.forget()
-    assert torch.equal(table.gather(None).detach(), values[10:22])
+    expected = values[10:22]
+    assert torch.equal(table.gather(None).detach(), expected)
     empty = RowTable(ROWS, WIDTH, placement=Placement(first_row=ROWS, num_rows=0))
-    assert empty.gather(torch.zeros(0, dtype=torch.int64)).shape == (0, WIDTH)
+    shape = empty.gather(torch.zeros(0, dtype=torch.int64)).shape
+    assert shape == (0, WIDTH)
 
 
 def test_a_copy_shares_nothing(table, tmp_path):
@@ -129,7 +128,8 @@ def test_parts_of_a_step_add_up(rng, kind):
         with other.parts(torch.from_numpy(rows)):
             for piece, factor in zip(pieces, factors):
                 part = other.gather(torch.from_numpy(piece))
-                assert torch.equal(part.detach(), other.weight[torch.from_numpy(piece)])
+                expected = other.weight[torch.from_numpy(piece)]
+                assert torch.equal(part.detach(), expected)
                 (part * factor).sum().backward()
         assert torch.allclose(other.used[1].grad, one.used[1].grad, rtol=1e-5, atol=1e-6)
         for optimiser in optimisers:
@@ -147,7 +147,8 @@ def test_parts_of_a_table_are_not_another_gather(table):
         pass
     table.forget()
     with table.parts(torch.tensor([1, 2])), torch.no_grad():  # outside training nothing is kept
-        assert table.gather(torch.tensor([5])).shape == (1, WIDTH)
+        shape = table.gather(torch.tensor([5])).shape
+        assert shape == (1, WIDTH)
     table.forget()
 
 
@@ -303,7 +304,9 @@ def test_all_rows_are_not_fetched():
 def test_a_file_holds_zeros_and_has_no_name(tmp_path, shape, dtype):
     folder = tmp_path / "new" / "folder"
     zeros = zeros_on_disk(folder, shape, dtype)
-    assert zeros.shape == shape and zeros.dtype == dtype and not zeros.any()
+    assert zeros.shape == shape
+    assert zeros.dtype == dtype
+    assert not zeros.any()
     zeros += 1
     assert bool((zeros == 1).all())
     assert not folder.exists() or not list(folder.iterdir())
@@ -365,7 +368,8 @@ def test_rounding_is_the_same_on_a_gpu(rng):
     x = torch.from_numpy(rng.normal(size=(500, 33))).float()
     rows = torch.arange(500)
     ours = round_to_bfloat16(x.cuda(), row_noise(rows.cuda(), 33, "a")).cpu()
-    assert torch.equal(ours, round_to_bfloat16(x, row_noise(rows, 33, "a")))
+    expected = round_to_bfloat16(x, row_noise(rows, 33, "a"))
+    assert torch.equal(ours, expected)
 
 
 @CUDA

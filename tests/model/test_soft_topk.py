@@ -92,18 +92,25 @@ def test_a_device_that_takes_all_steps_ends_where_the_host_stops(rng, monkeypatc
     x = torch.from_numpy(rows("anything", rng))
     few = thresholds(x.clone(), 5)
     monkeypatch.setattr(module, "STEPS", 40)
-    torch.testing.assert_close(thresholds(x.clone(), 5), few, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        thresholds(x.clone(), 5),
+        few,
+        rtol=0,
+        atol=1e-12,
+    )
 
 
 def test_rows_with_k_labels_or_fewer_are_free_and_masks_do_not_count(rng):
     x = torch.from_numpy(rng.normal(size=(3, 9)))
     x[0, 3:], x[1, 5:] = MASKED, MASKED  # 3 and 5 entries are left
     t = thresholds(x.clone(), 5)
-    assert t[0] == t[1] == -MASKED and t[2].abs() < 10
+    assert t[0] == t[1] == -MASKED
+    assert t[2].abs() < 10
     some = x[2:, torch.randperm(9)[:7]]
     masked = x[2:].clone()
     masked[:, :2] = MASKED
-    np.testing.assert_allclose(thresholds(masked, 3), thresholds(x[2:, 2:].clone(), 3), rtol=1e-12)
+    expected = thresholds(x[2:, 2:].clone(), 3)
+    np.testing.assert_allclose(thresholds(masked, 3), expected, rtol=1e-12)
     assert (thresholds(some.clone(), 7) == -MASKED).all()
 
 
@@ -125,7 +132,8 @@ def test_gradient_equals_differences_of_the_bisected_loss(k, rng):
     row, col = torch.from_numpy(positive).nonzero(as_tuple=True)
     loss = soft_topk(logit, Pairs(row, col, torch.ones(len(row)), NONE, NONE), topk=k)
     loss.backward()
-    assert loss.item() == pytest.approx(slow_loss(x, positive, k), rel=1e-9)
+    expected = slow_loss(x, positive, k)
+    assert loss.item() == pytest.approx(expected, rel=1e-9)
     step = 1e-5
     for i, j in np.ndindex(x.shape):
         up = x.copy()
@@ -160,4 +168,9 @@ def test_shifting_a_row_changes_nothing(rng):
     moved = soft_topk(logit + torch.arange(4.0).double().unsqueeze(1), pairs)
     torch.testing.assert_close(loss, moved)
     loss.backward()
-    torch.testing.assert_close(logit.grad.sum(1), torch.zeros(4).double(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        logit.grad.sum(1),
+        torch.zeros(4).double(),
+        rtol=0,
+        atol=1e-12,
+    )

@@ -1,4 +1,4 @@
-"""Where a transformer comes from: a folder, a package's data files, the hub; and what is said when
+"""Where a transformer comes from: a folder, a package's data files, the hub; and the error when
 it is not there.
 """
 

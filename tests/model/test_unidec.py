@@ -119,7 +119,8 @@ def test_written_and_read_back_it_answers_bit_for_bit(
     assert all(value is None or np.isfinite(value).all() for value in ours)
     de, clf, label_de, table, bias = ours
     heads = params.model.heads
-    assert (de is None, label_de is None) == (heads == "clf",) * 2
+    expected = (heads == "clf",) * 2
+    assert (de is None, label_de is None) == expected
     assert (clf is None, table is None) == (heads == "de",) * 2
     assert (bias is None) == (not params.model.clf_bias)
     if de is not None:
@@ -169,7 +170,8 @@ def test_without_projection_a_head_is_the_encoders_vector(tiny_bert, tiny_params
     assert np.array_equal(clf, x_NW)
     length = np.linalg.norm(x_NW, axis=1, keepdims=True)
     assert (np.abs(length - 1) > 0.1).all()
-    np.testing.assert_allclose(de, x_NW / length if normalize else x_NW, rtol=1e-5)
+    expected = x_NW / length if normalize else x_NW
+    np.testing.assert_allclose(de, expected, rtol=1e-5)
     start_table(model, lambda rows: torch.from_numpy(x_NW[rows % len(x_NW)]))
     rows = model.classifier_table()[0]
     # scores begin as cosines
@@ -205,7 +207,8 @@ def test_rows_and_batch_size_do_not_show(tiny_bert, tiny_params, rng):
     np.testing.assert_allclose(
         model.encode("queries", tokens, rows, batch_size=4), whole[rows], rtol=1e-4, atol=1e-5
     )
-    assert model.encode("queries", tokens, rows[:0]).shape == (0, 64)
+    shape = model.encode("queries", tokens, rows[:0]).shape
+    assert shape == (0, 64)
     de, clf = model.encode_queries(tokens, rows[:0])
     assert de.shape == clf.shape == (0, 16)
 
@@ -294,7 +297,12 @@ def test_rows_begin_as_cosines_where_the_encoders_vectors_have_no_unit_length(
 def test_the_classifiers_head_keeps_angles_at_the_start(tiny_bert, tiny_params):
     model = make_model(tiny_bert, tiny_params(**{"model.dim": 32}))
     weight = model.head_clf[0].weight.detach()
-    torch.testing.assert_close(weight @ weight.T, torch.eye(32), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        weight @ weight.T,
+        torch.eye(32),
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 def test_the_bag_starts_at_the_transformers_embeddings(tiny_bert, tiny_params):
@@ -330,7 +338,8 @@ def test_a_table_in_bfloat16_is_written_and_read_back(
     assert read.table.weight.dtype == torch.bfloat16
     assert torch.equal(read.table.weight, model.table.weight)
     same(outputs(read), outputs(model.eval()))
-    assert {array.dtype for array in outputs(read)} == {np.dtype("float32")}
+    dtypes = {array.dtype for array in outputs(read)}
+    assert dtypes == {np.dtype("float32")}
 
 
 @pytest.mark.parametrize("clf_init", ["label_embedding", "xavier", "normal"])
@@ -362,7 +371,11 @@ def test_every_part_in_every_place_starts_as_the_whole(
         )
     for place in ("host", "disk"):
         assert torch.equal(started(Placement(place, tmp_path))[0], whole)
-    for first, count in ((0, 5), (5, 6), (3, 0)):
+    for first, count in (
+        (0, 5),
+        (5, 6),
+        (3, 0),
+    ):
         part, generator = started(Placement(first_row=first, num_rows=count))
         # a product of other blocks may differ in its last bit
         tolerance = 1e-2 if dtype == "bf16" else 1e-6
@@ -508,5 +521,6 @@ def test_a_transformer_kept_in_half_precision_is_trained_in_float32(
     params = tiny_params(**{"encoder.kind": "transformer", "encoder.trainable_layers": -1})
     model = make_model(tmp_path / "half", params)
     loaded = UniDEC.load(save(model, tmp_path / "model"))
-    assert {p.dtype for m in (model, loaded) for p in m.parameters()} == {torch.float32}
+    dtypes = {p.dtype for m in (model, loaded) for p in m.parameters()}
+    assert dtypes == {torch.float32}
     assert same(outputs(model), outputs(loaded))

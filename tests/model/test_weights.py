@@ -59,7 +59,8 @@ def test_encoder_and_heads_are_the_starts_and_the_table_is_new(start, kind):
     assert torch.equal(encode(new), encode(old))
     x_BW = encode(old)
     for head in ("de", "clf"):
-        assert torch.equal(getattr(new, head)(x_BW), getattr(old, head)(x_BW))
+        expected = getattr(old, head)(x_BW)
+        assert torch.equal(getattr(new, head)(x_BW), expected)
     assert not new.table.weight.any() and old.table.weight.any(), (
         "rows belong to the start's labels"
     )
@@ -73,14 +74,21 @@ def test_weights_after_the_start_do_not_depend_on_the_seed(tiny_bert, tiny_param
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.parametrize(("had", "missing"), [("de", "clf"), ("clf", "de")])
+@pytest.mark.parametrize(
+    ("had", "missing"),
+    [
+        ("de", "clf"),
+        ("clf", "de"),
+    ],
+)
 def test_a_head_that_the_start_lacks_begins_as_its_other_one(start, had, missing):
     old, new = start(
         {"model.heads": had, "index.space": had}, **{"model.heads": "both", "index.space": "both"}
     )
     given = getattr(old, f"head_{had}")[0]
     taken = getattr(new, f"head_{missing}")[0]
-    assert torch.equal(given.weight, taken.weight) and torch.equal(given.bias, taken.bias)
+    assert torch.equal(given.weight, taken.weight)
+    assert torch.equal(given.bias, taken.bias)
     assert torch.equal(getattr(new, f"head_{had}")[0].weight, given.weight)
 
 
@@ -118,7 +126,8 @@ def test_a_residual_network_that_the_start_lacks_begins_as_the_identity(start):
 def test_another_encoder_or_width_is_refused(start, begin, now, message):
     with pytest.raises(ConfigError, match=message) as caught:
         start(begin, **now)
-    assert "encoder.start" in str(caught.value) and "fix" in str(caught.value)
+    assert "encoder.start" in str(caught.value)
+    assert "fix" in str(caught.value)
 
 
 def edit(path, change):
@@ -164,7 +173,12 @@ def test_another_transformer_is_refused_also_where_every_shape_fits(
 
 @pytest.mark.parametrize("layers", [0, 1, -1])
 @pytest.mark.parametrize(
-    ("kind", "frozen"), [("both", True), ("transformer", True), ("transformer", False)]
+    ("kind", "frozen"),
+    [
+        ("both", True),
+        ("transformer", True),
+        ("transformer", False),
+    ],
 )
 def test_how_the_start_was_trained_does_not_matter(start, tmp_path, kind, frozen, layers):
     """A transformer that trains alone has vectors of any length: frozen afterwards it
@@ -210,7 +224,12 @@ def test_no_model_and_a_damaged_one_are_refused(tiny_bert, tiny_params, tmp_path
 
 def test_a_start_is_named_by_its_content(tiny_bert, tiny_params, tmp_path):
     hashes = []
-    for name, seed in (("one", 1), ("two", 1), ("three", 2)):
+    for name, seed in (
+        ("one", 1),
+        ("two", 1),
+        ("three", 2),
+    ):
         trained(tiny_bert, tiny_params(), tmp_path / name, seed)
         hashes.append(start_sha256(tmp_path / name))
-    assert hashes[0] == hashes[1] != hashes[2] and len(hashes[0]) == 64
+    assert hashes[0] == hashes[1] != hashes[2]
+    assert len(hashes[0]) == 64

@@ -76,12 +76,14 @@ def test_order_and_neighbours_matter():
 def test_nothing_to_add(lengths):
     flat = np.zeros(sum(lengths), dtype=np.int64)
     ids, counts = with_words(flat, np.array(lengths, dtype=np.int64), np.zeros(4, dtype=bool), 8)
-    assert ids.tolist() == flat.tolist() and counts.tolist() == lengths
+    assert ids.tolist() == flat.tolist()
+    assert counts.tolist() == lengths
 
 
 def test_a_text_that_begins_inside_a_word_begins_a_word():
     ids, counts = with_words(np.array([1, 1, 1]), np.array([1, 2]), np.array([False, True]), 8)
-    assert counts.tolist() == [1, 3] and ids[:3].tolist() == [1, 1, 1]
+    assert counts.tolist() == [1, 3]
+    assert ids[:3].tolist() == [1, 1, 1]
 
 
 def test_marks_of_the_tokenizer(tiny_bert):
@@ -118,7 +120,8 @@ def test_a_model_with_words_comes_back_from_disk(tiny_bert, tiny_tokens, tmp_pat
         settings, Model(dim=8), 5, tiny_bert, tiny_tokens["queries"].vocab_size, params
     )
     bag = model.encoder.bag
-    assert bag.num_words == 64 and not bag.embedding.weight[bag.num_tokens :].any()
+    assert bag.num_words == 64
+    assert not bag.embedding.weight[bag.num_tokens :].any()
     bag.continues[
         torch.unique(torch.from_numpy(tiny_tokens["queries"].ids.astype(np.int64)))[5:]
     ] = True

@@ -47,5 +47,6 @@ def test_a_queue_of_two_trains_into_the_checkouts_store(tmp_path):
     assert {name: run.data.params["optim.lr_clf"] for name, run in found.items()} == values
     assert sorted(values.values()) == ["0.001", "0.002"]
     for name, run in found.items():
-        assert run.info.status == "FINISHED" and run.info.run_name.endswith(name)
+        assert run.info.status == "FINISHED"
+        assert run.info.run_name.endswith(name)
         assert "test/P_at_1" in run.data.metrics

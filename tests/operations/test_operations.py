@@ -68,11 +68,11 @@ def test_unchanged_data_is_skipped_with_the_reason(operated):
     commit = operated.project.git("rev-parse", "HEAD")
     run = operated.server.run(TRAIN)
     state = operated.server.completed(run, 600)["state"]
-    assert state["name"] == "Skipped" and "nothing" in state["message"], state
+    assert state["name"] == "Skipped", state
+    assert "nothing" in state["message"], state
     assert not [task for task in operated.server.tasks(run) if task.startswith("train round")]
-    assert (
-        operated.project.aliases() == before and operated.project.git("rev-parse", "HEAD") == commit
-    )
+    assert operated.project.aliases() == before
+    assert operated.project.git("rev-parse", "HEAD") == commit
     assert operated.project.git("status", "--porcelain") == ""
     # kept in batches
     event = operated.server.wait(lambda: operated.server.events("unidec.skipped"), "event", 30)[0]
@@ -89,17 +89,19 @@ def test_changed_data_trains_from_the_champion_and_the_better_model_is_promoted(
 
     aliases = operated.project.aliases()
     tags = operated.project.version(aliases["challenger"]).tags
-    assert (
-        aliases["champion"] == aliases["challenger"] != parent and aliases["previous"] == parent
-    ), tags
+    assert aliases["champion"] == aliases["challenger"] != parent, tags
+    assert aliases["previous"] == parent, tags
     assert tags["start.kind"] == "warm" and tags["start.version"] == parent
-    assert tags["start.bundle.sha256"] == operated.project.version(parent).tags["bundle.sha256"]
+    expected = operated.project.version(parent).tags["bundle.sha256"]
+    assert tags["start.bundle.sha256"] == expected
     assert operated.project.start()["version"] == parent
     assert operated.server.tasks(run).get("train round 4 of 4") == "COMPLETED", (
         "warm.epochs, not optim.epochs"
     )
-    assert tags["gate.champion"] == parent and "nDCG@5" in reasons(operated, aliases["champion"])
-    assert operated.project.git("status", "--porcelain") == "" and not operated.project.stale()
+    assert tags["gate.champion"] == parent
+    assert "nDCG@5" in reasons(operated, aliases["champion"])
+    assert operated.project.git("status", "--porcelain") == ""
+    assert not operated.project.stale()
     assert operated.answers("champion") != operated.first_answers
 
 
@@ -109,12 +111,12 @@ def test_a_worse_challenger_is_refused_with_the_reasons(operated):
     operated.project.export(shuffled_labels(operated.second))
     run = operated.server.run(TRAIN)
     state = operated.server.completed(run, 600)["state"]
-    assert state["name"] == "Refused" and "nDCG@5" in state["message"], state
+    assert state["name"] == "Refused", state
+    assert "nDCG@5" in state["message"], state
 
     aliases = operated.project.aliases()
-    assert (
-        aliases["champion"] == before["champion"] and aliases["challenger"] not in before.values()
-    )
+    assert aliases["champion"] == before["champion"]
+    assert aliases["challenger"] not in before.values()
     tags = operated.project.version(aliases["challenger"]).tags
     assert tags["gate.passed"] == "false" and "nDCG@5" in tags["gate.failed"]
     assert "FAIL nDCG@5" in tags["gate.reasons"]
@@ -136,11 +138,13 @@ def test_rollback_within_seconds_gives_the_former_answers_byte_for_byte(operated
         "of a machine that is not overloaded"
     )
     after = operated.project.aliases()
-    assert (after["champion"], after["previous"]) == (before["previous"], before["champion"])
+    assert after["champion"] == before["previous"]
+    assert after["previous"] == before["champion"]
     assert operated.answers("champion") == operated.first_answers
     # what was left is not promoted again unless forced
     done = operated.project.unidec("models", "promote", before["champion"], check=False)
-    assert done.returncode == 6 and "rolled back" in done.stdout + done.stderr
+    assert done.returncode == 6
+    assert "rolled back" in done.stdout + done.stderr
     operated.project.unidec(
         "models", "promote", before["champion"], "--force", "--reason", "it was the test"
     )
@@ -156,13 +160,13 @@ def test_a_refresh_adds_labels_without_training(operated):
     aliases = operated.project.aliases()
     tags = operated.project.version(aliases["champion"]).tags
     assert aliases["champion"] not in before.values(), tags
-    assert tags["start.kind"] == "refresh" and tags["start.version"] == before["champion"]
+    assert tags["start.kind"] == "refresh"
+    assert tags["start.version"] == before["champion"]
     assert not [task for task in operated.server.tasks(run) if task.startswith("train round")]
     answers = operated.answers("champion", 200).decode()
     assert any(f",{uid}," in answers for uid in operated.fresh), "a new label is found by its text"
-    assert (
-        operated.server.completed(operated.server.run(REFRESH), 300)["state"]["name"] == "Skipped"
-    )
+    name = operated.server.completed(operated.server.run(REFRESH), 300)["state"]["name"]
+    assert name == "Skipped"
 
 
 def test_queries_that_drift_set_off_a_training_and_others_do_not(operated):
@@ -180,10 +184,8 @@ def test_queries_that_drift_set_off_a_training_and_others_do_not(operated):
     known = {run["id"] for run in operated.server.runs(TRAIN)}
     quiet = operated.server.run(MONITOR, queries=str(usual))
     operated.server.completed(quiet, 300)
-    assert (
-        not operated.server.events("unidec.drift")
-        and {run["id"] for run in operated.server.runs(TRAIN)} == known
-    )
+    assert not operated.server.events("unidec.drift")
+    assert {run["id"] for run in operated.server.runs(TRAIN)} == known
 
     run = operated.server.run(MONITOR, queries=str(odd))
     operated.server.completed(run, 300)

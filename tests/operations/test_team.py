@@ -68,24 +68,27 @@ def ask(address: str, key: str | None = None) -> Any:
 
 def test_a_team_trains_promotes_serves_and_pulls(team: Any) -> None:
     team.once("deploy")
-    assert [pool["name"] for pool in team.server.ask("work_pools/filter", {})] == ["local"]
+    names = [pool["name"] for pool in team.server.ask("work_pools/filter", {})]
+    assert names == ["local"]
     team.start("worker")
     team.server.completed(team.server.run(TRAIN), 1200)
 
     registry = team.registry()
-    assert {k: str(v) for k, v in registry.get_registered_model("unidec").aliases.items()} == {
+    expected = {
         "challenger": "1",
         "champion": "1",
     }
+    assert {
+        k: str(v) for k, v in registry.get_registered_model("unidec").aliases.items()
+    } == expected
     # files are in S3, behind MLflow's server; DVC's objects in the other bucket
     listed = {name: bucket(team, name) for name in ("mlflow", "dvc")}
     assert any(key.endswith("labels.arrow") or "bundle" in key for key in listed["mlflow"]), listed[
         "mlflow"
     ][:20]
     assert any(key.startswith("unidec/files/md5/") for key in listed["dvc"])
-    assert team.project.git("status", "--porcelain") == "" and team.project.git(
-        "tag", "--points-at", "HEAD"
-    )
+    assert team.project.git("status", "--porcelain") == ""
+    assert team.project.git("tag", "--points-at", "HEAD")
 
     # served, with its key
     team.start("serve", f"http://127.0.0.1:{team.port['serve']}/readyz")

@@ -48,7 +48,9 @@ def repaired(code: int) -> None:
     again.
     """
     finding = only(doctor.examine())
-    assert doctor.exit_code([finding]) == code and finding.fixable and finding.done is None
+    assert doctor.exit_code([finding]) == code
+    assert finding.fixable
+    assert finding.done is None
     assert only(doctor.examine()).where == finding.where  # looking changed nothing
     fixed = only(doctor.examine(fix=True))
     assert fixed.done and doctor.exit_code([fixed]) == 0
@@ -58,13 +60,18 @@ def repaired(code: int) -> None:
 def reported(code: int, words: str, where: str, **options: bool) -> Finding:
     """The one finding says this, and is left as it is."""
     finding = only(doctor.examine(fix=True, **options))
-    assert doctor.exit_code([finding]) == code and finding.done is None and not finding.fixable
-    assert words in finding.what and finding.where.endswith(where) and finding.fix
+    assert doctor.exit_code([finding]) == code
+    assert finding.done is None
+    assert not finding.fixable
+    assert words in finding.what
+    assert finding.where.endswith(where)
+    assert finding.fix
     return finding
 
 
 def test_nothing_is_wrong_with_nothing() -> None:
-    assert doctor.examine(deep=True, fix=True) == [] and doctor.exit_code([]) == 0
+    assert doctor.examine(deep=True, fix=True) == []
+    assert doctor.exit_code([]) == 0
 
 
 # -- half-written
@@ -93,7 +100,8 @@ def test_a_kill_inside_write_folder_is_found(place: Path) -> None:
         "with write_folder('data/dataset', 'dataset', 1) as out:\n"
         "    (out.path / 'x').write_bytes(b'1')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -9
+    returncode = subprocess.run([sys.executable, "-c", code], timeout=60).returncode
+    assert returncode == -9
     repaired(1)
 
 
@@ -165,9 +173,9 @@ def test_a_damaged_checkpoint_beside_a_whole_one_and_alone() -> None:
     assert "newest intact one is used" in reported(1, "a damaged checkpoint", second.name).fix
     os.truncate(first / "dense.safetensors", 5)
     both = doctor.examine(fix=True)
-    assert [(f.severity, f.fixable) for f in both] == [("broken", False)] * 2 and doctor.exit_code(
-        both
-    ) == 4
+    expected = [("broken", False)] * 2
+    assert [(f.severity, f.fixable) for f in both] == expected
+    assert doctor.exit_code(both) == 4
 
 
 # -- tracking
@@ -191,13 +199,16 @@ def test_a_run_whose_process_was_killed(uri: str) -> None:
         "Tracker('doctor').start(Path('runs/a'), {'seed': 0})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == -9
+    returncode = subprocess.run([sys.executable, "-c", code], timeout=120).returncode
+    assert returncode == -9
     run_id = json.loads(Path("runs/a/tracking.json").read_text())["run_id"]
     at_work = Tracker("doctor")
     at_work.start(Path("runs/b"), {})
-    assert run_id in only(doctor.examine()).what and status(uri, run_id) == "RUNNING"
+    assert run_id in only(doctor.examine()).what
+    assert status(uri, run_id) == "RUNNING"
     repaired(1)
-    assert status(uri, run_id) == "KILLED" and status(uri, at_work.run_id) == "RUNNING"
+    assert status(uri, run_id) == "KILLED"
+    assert status(uri, at_work.run_id) == "RUNNING"
 
 
 def test_figures_that_wait_are_sent_unless_a_training_is_at_work(uri: str) -> None:
@@ -208,7 +219,8 @@ def test_figures_that_wait_are_sent_unless_a_training_is_at_work(uri: str) -> No
     tracker.finish()
     tracker.log(8, {"loss": 0.4})
     repaired(1)
-    assert [p.step for p in open_client(uri).get_metric_history(str(tracker.run_id), "loss")] == [
+    steps = [p.step for p in open_client(uri).get_metric_history(str(tracker.run_id), "loss")]
+    assert steps == [
         7,
         8,
     ]

@@ -120,7 +120,8 @@ def states(result: dict) -> dict[str, str]:
 
 def test_the_bundle_carries_the_profile_of_what_it_serves(work: SimpleNamespace) -> None:
     profile = read_profile(paths.BUNDLE)
-    assert profile is not None and profile["sha256"] == paths.open_dataset().sha256
+    assert profile is not None
+    assert profile["sha256"] == paths.open_dataset().sha256
     assert (paths.BUNDLE / "bundle.json").stat().st_size < 300_000
     assert not {"drift", "gate", "retrain", "serve", "source", "tracking"} & set(
         read_info(paths.BUNDLE).params
@@ -129,9 +130,11 @@ def test_the_bundle_carries_the_profile_of_what_it_serves(work: SimpleNamespace)
     dataset = paths.open_dataset()
     texts = dataset.query_texts(dataset.rows("validation"))
     vectors, scores = _answers(bundle, texts)
-    assert profile["served"]["mean"] == pytest.approx(vectors.mean(axis=0), abs=1e-4)
+    mean = profile["served"]["mean"]
+    assert mean == pytest.approx(vectors.mean(axis=0), abs=1e-4)
     assert profile["served"]["score_quantiles"][50] == pytest.approx(np.median(scores), abs=1e-4)
-    assert scores == pytest.approx(bundle.predict_arrays(texts, 1).scores[:, 0], abs=1e-5)
+    expected = bundle.predict_arrays(texts, 1).scores[:, 0]
+    assert scores == pytest.approx(expected, abs=1e-5)
     before = (paths.BUNDLE / "bundle.json").read_bytes()
     pipeline.index(work.params())
     assert (paths.BUNDLE / "bundle.json").read_bytes() == before
@@ -152,9 +155,13 @@ def test_a_profile_of_another_version_is_none(work: SimpleNamespace, tmp_path: P
 
 def test_the_very_same_data_and_a_model_without_champion(work: SimpleNamespace) -> None:
     same = pipeline.data_change(work.params())
-    assert same.accepted["version"] == "1" and "very data" in same.reason and not same.stops
+    assert same.accepted["version"] == "1"
+    assert "very data" in same.reason
+    assert not same.stops
     other = pipeline.data_change(work.params(**{"tracking.model_name": "other"}))
-    assert other.accepted is None and "no champion" in other.reason and Path(other.page).is_file()
+    assert other.accepted is None
+    assert "no champion" in other.reason
+    assert Path(other.page).is_file()
 
 
 def test_data_that_changed_a_little_goes_on(
@@ -162,9 +169,12 @@ def test_data_that_changed_a_little_goes_on(
 ) -> None:
     params = ingested(work, monkeypatch, make_slice(raw, 1230, 310), "little")
     result = pipeline.data_change(params)
-    assert result.reason == "" and result.stops == [] and result.warnings == []
+    assert result.reason == ""
+    assert result.stops == []
+    assert result.warnings == []
     stored = json.loads((paths.CHANGE / "drift.json").read_text())
-    assert len(stored["findings"]) >= 24 and all(r["success"] for r in stored["expectations"])
+    assert len(stored["findings"]) >= 24
+    assert all(r["success"] for r in stored["expectations"])
     assert len(stored["expectations"]) >= 40
     again = (paths.CHANGE / "drift.json").read_bytes()
     pipeline.data_change(params)
@@ -192,7 +202,8 @@ def test_data_that_grew_warns_and_data_that_shrank_stops(
         caught.value
     )
     stored = json.loads((paths.CHANGE / "drift.json").read_text())
-    assert stored["stops"] and "stops" in (paths.CHANGE / "index.html").read_text()
+    assert stored["stops"]
+    assert "stops" in (paths.CHANGE / "index.html").read_text()
     allowed = pipeline.data_change(
         params.model_copy(update={"drift": params.drift.model_copy(update={"stop_change": 5.0})})
     )
@@ -211,7 +222,8 @@ def test_the_page_of_the_validation_has_the_change(
     stated = Page(Path(pipeline.data_change(params).page).read_text())
     shown = validated(params)
     compared = [row for row in stated.rows if row[:1] and row[1:2] in (["warns"], ["ok"])]
-    assert len(compared) >= 24 and all(row in shown.rows for row in compared)
+    assert len(compared) >= 24
+    assert all(row in shown.rows for row in compared)
     assert (
         "version 1" in shown.words and "changed beyond the limits: training queries" in shown.words
     )
@@ -224,7 +236,8 @@ def test_the_page_of_the_validation_has_the_change(
         (f"http://127.0.0.1:{free_port()}", "does not answer"),
     ):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-        assert reason in validated(params).words and not Path("none.db").exists()
+        assert reason in validated(params).words
+        assert not Path("none.db").exists()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     damaged = ArtifactError("a file is damaged", where="model.safetensors")
     monkeypatch.setattr("unidec.pipeline.drift_check.fetch_bundle", lambda *_: throw(damaged))
@@ -276,12 +289,15 @@ def test_windows_like_the_training_data_are_quiet_and_others_are_found(
     result = pipeline.monitor(work.params(), window(tmp_path / "python.parquet", python))
     found = states(result)
     assert result.drifted and found["tokens_distance"] == found["shift"] == "warning"
-    assert result.findings[0]["drifted"] and result.page.startswith("runs/monitor/python-")
+    assert result.findings[0]["drifted"]
+    assert result.page.startswith("runs/monitor/python-")
     stored = json.loads(Path(result.result).read_text())
     assert stored["findings"] == result.findings
     assert re.search(r"<t[hd][^>]*>(<\w+>)?python3<", Path(result.page).read_text())
     few = pipeline.monitor(work.params(), window(tmp_path / "few.parquet", python[:50]))
-    assert not few.drifted and not few.judged and not any(f["drifted"] for f in few.findings)
+    assert not few.drifted
+    assert not few.judged
+    assert not any(f["drifted"] for f in few.findings)
     page = Path(few.page).read_text()
     assert "not judged: 50 queries" in page and ">ok<" not in page and "as expected" not in page
     assert set(states(few).values()) == {"not judged"}
@@ -314,9 +330,8 @@ def test_a_labelled_window_is_measured(work: SimpleNamespace, tmp_path: Path) ->
     strange = [["nobody"] if number % 2 else known for number, known in enumerate(right)]
     result = pipeline.monitor(work.params(), window(tmp_path / "w2.parquet", texts, strange))
     assert states(result)["unknown_labels"] == "warning"
-    assert result.metrics["P@1"] == pytest.approx(
-        np.mean([0 if n % 2 else hit for n, hit in enumerate(hits)])
-    )
+    expected = np.mean([0 if n % 2 else hit for n, hit in enumerate(hits)])
+    assert result.metrics["P@1"] == pytest.approx(expected)
 
 
 def test_the_run_of_a_window(
@@ -333,7 +348,8 @@ def test_the_run_of_a_window(
     assert result.run_url.endswith(run.info.run_id)
     shift = next(finding["value"] for finding in result.findings if finding["check"] == "shift")
     assert run.data.metrics["drift/shift"] == pytest.approx(shift)
-    assert run.data.tags["drifted"] == str(result.drifted).lower()
+    drifted = run.data.tags["drifted"]
+    assert drifted == str(result.drifted).lower()
     assert {file.path for file in client.list_artifacts(run.info.run_id)} == {
         "index.html",
         "drift.json",
@@ -358,11 +374,13 @@ def test_drift_of_two_versions_and_of_a_file(
     params = work.params()
     assert not pipeline.drift(params, first, first).drifted
     result = pipeline.drift(params, first, str(paths.DATASET))
-    assert states(result)["train"] == "stop" and Path(result.page).is_file()
+    assert states(result)["train"] == "stop"
+    assert Path(result.page).is_file()
     through = pipeline.drift(params, CHAMPION, str(paths.DATASET))
     assert states(through)["train"] == "stop"
     odd = window(tmp_path / "odd.parquet", [f"hello how are you {number}" for number in range(300)])
-    assert states(pipeline.drift(params, first, odd))["length_distance"] == "warning"
+    length_distance = states(pipeline.drift(params, first, odd))["length_distance"]
+    assert length_distance == "warning"
     with pytest.raises(DataError):
         pipeline.drift(params, first, str(tmp_path))
 

@@ -78,7 +78,8 @@ def test_three_tables_become_a_data_set(place, ending):
         paths[stem] = str(path)
     assert pipeline.fetch(params_of(kind="files", **paths)).changed
     raw = read_raw("data/incoming", "tables")
-    assert raw.labels.num_rows == 2 and raw.queries["train"].num_rows == 2
+    assert raw.labels.num_rows == 2
+    assert raw.queries["train"].num_rows == 2
     assert not pipeline.fetch(params_of(kind="files", **paths)).changed
     with pytest.raises(ConfigError, match=r"source\.labels"):
         pipeline.fetch(params_of(kind="files", **paths | {"labels": "labels.xlsx"}))
@@ -111,7 +112,8 @@ def test_a_source_that_changes_while_it_is_copied_is_no_data(place, monkeypatch)
     monkeypatch.setattr(shutil, "copyfile", late)
     with pytest.raises(DataError, match=r"pairs\.csv: the source changed while it was copied"):
         pipeline.fetch(params_of(kind="folder", path="export"))
-    assert content(place / "data/incoming") == before and os.listdir(place / "data") == ["incoming"]
+    assert content(place / "data/incoming") == before
+    assert os.listdir(place / "data") == ["incoming"]
 
 
 def test_files_of_git_are_never_replaced(place):

@@ -87,9 +87,9 @@ def test_from_the_first_model_to_one_that_takes_its_place(registry):
     better = registry.version(registry.bundle("better", wrong=range(0, 60, 30)))
     result = pipeline.gate(params)
     assert result.passed, result.reasons
-    assert result.champion == first and result.metrics["challenger"]["P@1"] == pytest.approx(
-        100 * 58 / 60
-    )
+    assert result.champion == first
+    expected = 100 * 58 / 60
+    assert result.metrics["challenger"]["P@1"] == pytest.approx(expected)
     assert result.metrics["champion"]["P@1"] == pytest.approx(75)
     assert pipeline.promote(params).previous == first
     assert registry.aliases() == {"champion": better, "previous": first, "challenger": better}
@@ -117,11 +117,9 @@ def test_a_worse_one_is_refused_and_every_reason_is_kept(registry):
     assert "FAIL nDCG@5: " in tags["gate.reasons"] and "pass loads: " in tags["gate.reasons"]
     assert json.loads(tags["gate.metrics"])["P@1"] == pytest.approx(80)
     kept = json.loads(Path("outputs/gate.json").read_text())
-    assert (
-        kept["reasons"] == [asdict(one) for one in result.reasons]
-        and kept["comparison"]["worse"] == 48
-        and kept["comparison"]["better"] == 0
-    )
+    assert kept["reasons"] == [asdict(one) for one in result.reasons]
+    assert kept["comparison"]["worse"] == 48
+    assert kept["comparison"]["better"] == 0
     page = Path(result.page).read_text()
     assert (
         f"version {worse} refused" in page
@@ -199,10 +197,9 @@ def test_too_few_unseen_queries_are_no_verdict_unless_that_is_accepted(registry,
     )
     assert pipeline.needs_gate(accepted, "challenger")
     result = pipeline.gate(accepted)
-    assert (
-        result.metrics
-        and "all are judged on, which validation.test_texts_in_train: warn accepts"
-        in next(reason.words for reason in result.reasons if reason.check == "unseen queries")
+    assert result.metrics
+    assert "all are judged on, which validation.test_texts_in_train: warn accepts" in next(
+        reason.words for reason in result.reasons if reason.check == "unseen queries"
     )
 
 
@@ -231,7 +228,9 @@ def test_copies_of_old_bundles_make_room(registry, monkeypatch):
         registry.tags(number)["bundle.sha256"][:16]
         for number in (registry.aliases()["champion"], version)
     }
-    assert compared <= left and not {"old", "older", "oldest"} & left and len(left) == 3
+    assert compared <= left
+    assert not {"old", "older", "oldest"} & left
+    assert len(left) == 3
 
 
 def test_labels_meet_by_uid_a_new_one_is_a_miss_a_removed_one_leaves_the_answer(registry):
@@ -277,7 +276,8 @@ def test_a_damaged_challenger_does_not_pass_a_damaged_champion_is_an_error(regis
     version = registry.version(damaged)
     (damaged / "artifacts" / "bundle" / "labels.arrow").write_bytes(b"x")
     result = pipeline.gate(params)
-    assert failed(result) == ["hash"] and "labels.arrow" in result.reasons[-1].words
+    assert failed(result) == ["hash"]
+    assert "labels.arrow" in result.reasons[-1].words
     assert registry.tags(version)["gate.failed"] == "hash"
 
     other = registry.version(
@@ -303,7 +303,8 @@ def test_hashes_that_agree_do_not_help_what_cannot_be_loaded(registry):
     write_manifest(bundle, about["kind"], about["version"], about["meta"])
     registry.version(place)
     result = pipeline.gate(registry.params())
-    assert failed(result) == ["loads"] and "index.faiss" in result.reasons[-1].words
+    assert failed(result) == ["loads"]
+    assert "index.faiss" in result.reasons[-1].words
 
 
 def test_a_refusal_for_uncommitted_changes_ends_with_their_commit(registry, monkeypatch):
@@ -312,25 +313,29 @@ def test_a_refusal_for_uncommitted_changes_ends_with_their_commit(registry, monk
     Path("unidec").mkdir()
     Path("unidec/code.py").write_text("1\n")
     Path("params.yaml").write_text("optim: {epochs: 5}\n")
-    for words in (["init", "-q"], ["add", "unidec", "params.yaml"], ["commit", "-qm", "one"]):
+    for words in (
+        ["init", "-q"],
+        ["add", "unidec", "params.yaml"],
+        ["commit", "-qm", "one"],
+    ):
         subprocess.run([*git, *words], check=True)
     registry.version(registry.bundle("champion", wrong=range(0, 60, 4)), alias="champion")
     Path("unidec/code.py").write_text("2\n")
     tags = {key.replace(".", "__"): value for key, value in code_tags().items()}
     version = registry.version(registry.bundle("better"), **tags)
-    assert failed(pipeline.gate(registry.params())) == ["code"] and not pipeline.needs_gate(
-        registry.params(), version
-    )
+    assert failed(pipeline.gate(registry.params())) == ["code"]
+    assert not pipeline.needs_gate(registry.params(), version)
     subprocess.run([*git, "commit", "-qam", "two"], check=True)
     assert pipeline.needs_gate(registry.params(), version)
     result = pipeline.gate(registry.params())
     head = subprocess.run(
         [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
     ).stdout.strip()
-    assert result.passed and result.reasons[0].words == f"commit {head[:12]}"
-    assert registry.tags(version)["git.dirty"] == "false" and "git.changed" not in registry.tags(
-        version
-    )
+    assert result.passed
+    expected = f"commit {head[:12]}"
+    assert result.reasons[0].words == expected
+    assert registry.tags(version)["git.dirty"] == "false"
+    assert "git.changed" not in registry.tags(version)
     assert registry.tags(version)["mlflow.source.git.commit"] == head
     assert pipeline.promote(registry.params()).dirty is False
 
@@ -342,16 +347,19 @@ def test_a_dirty_tree_and_what_was_rolled_back(registry, caplog):
     )  # a first champion replaces nothing: a warning is enough
     assert result.passed and "accepted for a first champion" in result.reasons[0].words
     assert "uncommitted changes" in caplog.text
-    assert pipeline.promote(registry.params()).dirty and registry.aliases()["champion"] == dirty
+    assert pipeline.promote(registry.params()).dirty
+    assert registry.aliases()["champion"] == dirty
     later = registry.version(registry.bundle("later", wrong=range(0, 60, 30)), git__dirty="true")
     result = pipeline.gate(registry.params())
-    assert failed(result) == ["code"] and "--force" in result.reasons[0].words
+    assert failed(result) == ["code"]
+    assert "--force" in result.reasons[0].words
     assert not pipeline.needs_gate(registry.params(), later)
     with pytest.raises(Refused, match=f"unidec models promote {later} --force"):
         pipeline.promote(registry.params())
     result = pipeline.gate(registry.params(allow_dirty=True))
     assert result.passed and "gate.allow_dirty accepts" in result.reasons[0].words
-    assert pipeline.promote(registry.params()).dirty and registry.aliases()["champion"] == later
+    assert pipeline.promote(registry.params()).dirty
+    assert registry.aliases()["champion"] == later
     better = registry.version(
         registry.bundle("better", labels=range(60)),
         rolled_back__at="2026-11-01",
@@ -435,7 +443,8 @@ def test_no_test_queries_no_comparison(registry):
     pipeline.promote(registry.params(), first)
     registry.version(registry.bundle("second", wrong=[1, 2]))
     result = pipeline.gate(registry.params())
-    assert failed(result) == ["nDCG@5"] and "no test queries" in result.reasons[-1].words
+    assert failed(result) == ["nDCG@5"]
+    assert "no test queries" in result.reasons[-1].words
 
 
 def test_no_challenger_says_what_to_do(registry):
@@ -453,7 +462,8 @@ def test_unknown_code_is_not_clean(registry):
     version = registry.version(registry.bundle("silent"), git__unknown=reason, git__dirty="")
     registry.client.delete_model_version_tag(registry.name, version, "git.dirty")
     verdict = pipeline.gate(registry.params())
-    assert failed(verdict) == ["code"] and reason in verdict.reasons[0].words
+    assert failed(verdict) == ["code"]
+    assert reason in verdict.reasons[0].words
     with pytest.raises(Refused, match="did not pass the gate: code"):
         pipeline.promote(registry.params())
     assert not pipeline.gate(registry.params()).passed

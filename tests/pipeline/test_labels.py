@@ -83,11 +83,20 @@ def test_added_removed_and_updated_then_registered(params: Params) -> None:
     result = run(
         "remove", "--file", "gone.jsonl", "--bundle", f"models:/{NAME}@champion", "--dry-run"
     )
-    assert result["changed"] and result["bundle"] is None and not paths.REFRESHED.exists()
+    assert result["changed"]
+    assert result["bundle"] is None
+    assert not paths.REFRESHED.exists()
     result = change_labels(params, f"models:/{NAME}@champion", **edit, register=True)
-    counts = {"added": 2, "removed": 30, "renamed": 1, "kept": len(uids) - 30}
+    counts = {
+        "added": 2,
+        "removed": 30,
+        "renamed": 1,
+        "kept": len(uids) - 30,
+    }
     assert {key: getattr(result, key) for key in counts} == counts
-    assert (result.labels, result.estimated, result.registered.version) == (len(uids) - 28, 2, 2)
+    assert result.labels == len(uids) - 28
+    assert result.estimated == 2
+    assert result.registered.version == 2
     assert folder_sha256(paths.BUNDLE) == sha256
 
     after = Bundle.load(paths.REFRESHED)
@@ -141,7 +150,8 @@ def test_removed_labels_are_seen_nowhere(params: Params) -> None:
         assert explained.neighbours
         assert not {uid for query in explained.neighbours for uid, _ in query.labels} & set(gone)
     allowed = answerer.answer([Request(texts[0], k=50, allow=(*gone, after.uids[0].as_py()))])[0]
-    assert allowed.labels == [after.uids[0].as_py()] and allowed.unknown_labels == len(gone)
+    assert allowed.labels == [after.uids[0].as_py()]
+    assert allowed.unknown_labels == len(gone)
     held = (Path("without") / "labels.arrow").read_bytes() + (
         Path("without") / "bundle.json"
     ).read_bytes()
@@ -159,7 +169,8 @@ def test_an_estimated_row_follows_its_text(params: Params) -> None:
     for name in ("de", "clf"):
         assert two.vectors[name][-1] == pytest.approx(three.vectors[name][-1], abs=1e-5)
         assert abs(two.vectors[name][-1] - one.vectors[name][-1]).max() > 0.01
-    assert two.info.estimated == [(one.num_labels - 1, one.num_labels)]
+    expected = [(one.num_labels - 1, one.num_labels)]
+    assert two.info.estimated == expected
     uid = one.uids[0].as_py()
     change_labels(params, "one", update=[LabelText(uid, "sorts bread by age")], out="four")
     four = Bundle.load("four")
@@ -206,5 +217,6 @@ def test_a_bundle_is_registered_in_another_store_than_its_runs(
     client = MlflowClient(tracking_uri())
     version = client.get_model_version_by_alias(NAME, "challenger")
     run = client.get_run(version.run_id)
-    assert str(version.version) == "1" and run.data.params["model.heads"] == params.model.heads
+    assert str(version.version) == "1"
+    assert run.data.params["model.heads"] == params.model.heads
     assert client.get_metric_history(run.info.run_id, "training/loss")

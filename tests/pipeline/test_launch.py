@@ -41,7 +41,8 @@ def test_an_error_keeps_its_words_and_its_exit_code(tmp_path, monkeypatch, kind)
     assert fail_rank(tmp_path, monkeypatch, 1, error) == 0  # torchrun does not retry it
     with pytest.raises(UnidecError) as again:
         launch._result(tmp_path, 0)
-    assert str(again.value) == str(error) and again.value.exit_code == error.exit_code
+    assert str(again.value) == str(error)
+    assert again.value.exit_code == error.exit_code
 
 
 def test_the_error_with_a_cause_is_raised_not_its_consequences(tmp_path, monkeypatch):
@@ -51,7 +52,14 @@ def test_the_error_with_a_cause_is_raised_not_its_consequences(tmp_path, monkeyp
         launch._result(tmp_path, 0)
 
 
-@pytest.mark.parametrize(("code", "words"), [(-9, "SIGKILL"), (1, "exit code 1"), (-15, "SIGTERM")])
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (-9, "SIGKILL"),
+        (1, "exit code 1"),
+        (-15, "SIGTERM"),
+    ],
+)
 def test_a_rank_that_died(tmp_path, monkeypatch, code, words):
     assert fail_rank(tmp_path, monkeypatch, 0, LostRank("gone")) == 1
     with pytest.raises(TrainingError, match=words):

@@ -66,7 +66,8 @@ def test_a_stage_that_replaces_data_is_refused_under_a_training(
     holder.wait()
     assert not lock.is_held()
     pipeline.ingest(params)
-    assert (place / "data" / "dataset" / "manifest.json").is_file() and lock.HELD not in os.environ
+    assert (place / "data" / "dataset" / "manifest.json").is_file()
+    assert lock.HELD not in os.environ
 
 
 def test_the_command_names_the_process(
@@ -79,7 +80,8 @@ def test_the_command_names_the_process(
         text=True,
         check=False,
     )
-    assert done.returncode == TrainingError.exit_code and f"process {holder.pid}" in done.stderr
+    assert done.returncode == TrainingError.exit_code
+    assert f"process {holder.pid}" in done.stderr
     assert "Traceback" not in done.stderr and not (place / "data").exists()
 
 

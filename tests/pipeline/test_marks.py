@@ -86,11 +86,17 @@ def test_marks_become_pairs_and_filter_pairs(project: MarkedProject) -> None:
     project.mark("A  query that is NEW", known, False)
     project.mark("only wrong", known, False)
     found = project.run()
-    assert (found.marks, found.pairs, found.filter_pairs, found.queries) == (5, 2, 2, 1)
-    assert (found.removed, found.only_negative, found.unknown) == (1, 1, 0)
+    assert found.marks == 5
+    assert found.pairs == 2
+    assert found.filter_pairs == 2
+    assert found.queries == 1
+    assert found.removed == 1
+    assert found.only_negative == 1
+    assert found.unknown == 0
     new = next(row for row in project.rows("queries") if row["id"].startswith("feedback-"))
     assert (new["text"], new["split"]) == ("A query that is NEW", "train")
-    assert {(uid, more), (new["id"], more)} <= project.pairs() and (
+    assert {(uid, more), (new["id"], more)} <= project.pairs()
+    assert (
         uid,
         known,
     ) not in project.pairs()
@@ -110,8 +116,11 @@ def test_the_last_mark_decides_and_unknown_labels_are_named(
     with project.file.open("a") as file:
         file.write('{"query": "cut o')
     found = project.run()
-    assert found.marks == 2 and found.repeated == 2 and found.unknown_labels == ["no such label"]
-    assert (uid, label) in project.pairs(name="filters") and (uid, label) not in project.pairs()
+    assert found.marks == 2
+    assert found.repeated == 2
+    assert found.unknown_labels == ["no such label"]
+    assert (uid, label) in project.pairs(name="filters")
+    assert (uid, label) not in project.pairs()
     assert f"{project.file}:5 is skipped" in caplog.text
 
 
@@ -146,12 +155,13 @@ def test_the_same_marks_again_change_nothing_and_training_goes_on_with_the_same_
         assert data.query_uids(data.rows(split)) == project.data.query_uids(
             project.data.rows(split)
         )
-    assert ingested["train"] == project.data.rows("train").size + 3
+    train = ingested["train"]
+    assert train == project.data.rows("train").size + 3
     again = project.run("next")
-    assert again.unchanged == 4 and not (again.pairs or again.queries or again.removed)
-    assert project.pairs("next") == project.pairs() and len(project.rows("queries", "next")) == len(
-        project.rows("queries")
-    )
+    assert again.unchanged == 4
+    assert not (again.pairs or again.queries or again.removed)
+    assert project.pairs("next") == project.pairs()
+    assert len(project.rows("queries", "next")) == len(project.rows("queries"))
 
 
 def test_a_model_is_trained_on_the_marks(project: MarkedProject) -> None:

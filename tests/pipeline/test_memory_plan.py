@@ -160,7 +160,8 @@ def test_encoders_by_folder(tmp_path, tiny_bert):
 def test_ranks_share_the_classifier_alone(data, tiny_params):
     alone, three = (measured(tiny_params(**{"run.devices": n}), *data).state for n in (1, 3))
     # the largest part: 134 of 400 labels
-    assert three.pop("classifier rows") == pytest.approx(134 * 16 * 12, rel=0.01)
+    expected = 134 * 16 * 12
+    assert three.pop("classifier rows") == pytest.approx(expected, rel=0.01)
     assert alone.pop("classifier rows") == 400 * 16 * 12
     assert alone == three
 
@@ -304,7 +305,8 @@ def test_the_peak_of_training_steps(
 
 
 def test_a_frozen_transformer_keeps_nothing(data, tiny_params):
-    assert measured(tiny_params(**FROZEN), *data).step["transformer"] == 0
+    transformer = measured(tiny_params(**FROZEN), *data).step["transformer"]
+    assert transformer == 0
 
 
 def test_logits_of_all_labels_are_not_counted_if_they_are_not_held(tiny_params):
@@ -381,9 +383,14 @@ def test_hard_negatives_and_rows(data, tiny_params):
 
 def test_degenerate_sizes(tiny_params):
     params = tiny_params(**{"pool.batch_size": 512})
-    for labels, queries, tokens in ((1, 1, 1), (1, 5000, 512), (10**9, 1, 32)):
+    for labels, queries, tokens in (
+        (1, 1, 1),
+        (1, 5000, 512),
+        (10**9, 1, 32),
+    ):
         plan = plan_memory(params, Sizes.given(labels, queries, tokens), {"device": GIB})
-        assert all(amount.num_bytes >= 0 for amount in plan.amounts) and plan.state_bytes > 0
+        assert all(amount.num_bytes >= 0 for amount in plan.amounts)
+        assert plan.state_bytes > 0
 
 
 def test_places(tiny_params, data):
@@ -394,7 +401,8 @@ def test_places(tiny_params, data):
 
     here = planned({})
     there = planned({"device": GIB})
-    assert here.peak("device")[1] == 0 and there.peak("device")[1] > 0
+    assert here.peak("device")[1] == 0
+    assert there.peak("device")[1] > 0
     assert here.state_bytes == there.state_bytes
     for place in ("host", "disk"):
         moved = planned({"device": GIB}, **{"run.table_place": place})
@@ -414,11 +422,15 @@ def test_places_and_phases_of_a_plan():
         return Plan(amounts, "cuda", "", free)
 
     found = with_free()
-    assert found.peak("device") == ("refresh", 170) and found.needed("device")["step"] == 150
-    assert found.peak("host")[1] == 0 and found.peak("disk")[1] == 7
+    assert found.peak("device") == ("refresh", 170)
+    assert found.needed("device")["step"] == 150
+    assert found.peak("host")[1] == 0
+    assert found.peak("disk")[1] == 7
     exact = int(170 / (1 - MARGIN)) + 1
-    assert with_free(device=exact - 2, disk=1000).shortages == {"device": 170 / (exact - 2)}
-    assert not with_free(device=exact, disk=1000).shortages and not with_free(device=None).shortages
+    expected = {"device": 170 / (exact - 2)}
+    assert with_free(device=exact - 2, disk=1000).shortages == expected
+    assert not with_free(device=exact, disk=1000).shortages
+    assert not with_free(device=None).shortages
 
 
 def test_a_small_training_is_one_line():
@@ -435,7 +447,9 @@ def test_a_small_training_is_one_line():
 
 
 def test_amounts_in_words():
-    assert gib(0) == "0.00 MiB" and gib(1 << 30) == "1.00 GiB" and gib(5 << 20) == "5.00 MiB"
+    assert gib(0) == "0.00 MiB"
+    assert gib(1 << 30) == "1.00 GiB"
+    assert gib(5 << 20) == "5.00 MiB"
 
 
 # -- on a working folder, and by hand
@@ -476,9 +490,13 @@ def test_the_training_here_fits(ingested):
     params = ingested.params()
     check_fits(params)
     planned = plan_memory(params)
-    assert not planned.short and planned.device == "cpu" and planned.lines()[-1].startswith("fits")
+    assert not planned.short
+    assert planned.device == "cpu"
+    assert planned.lines()[-1].startswith("fits")
     sizes = stored_sizes(params)
-    assert (sizes.num_queries, sizes.num_train, sizes.num_labels) == (2500, 1900, 4497)
+    assert sizes.num_queries == 2500
+    assert sizes.num_train == 1900
+    assert sizes.num_labels == 4497
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
@@ -534,9 +552,13 @@ def test_by_hand(run_cli, papers):
     assert lines[-1] == "fix: --set run.recompute=true"
     code, out, _ = run_cli("plan", *BY_HAND, "--device-memory", "16GiB", "--json")
     result = json.loads(out)
-    assert code == 1 and result["advice"] == {"run.recompute": True} and not result["fits"]
-    assert 4 < result["state_bytes"] / GIB < 6 and result["peaks"]["device"][0] == "step"
-    assert {item["place"] for item in result["estimate"]["amounts"]} == {"device", "host", "disk"}
+    assert code == 1
+    assert result["advice"] == {"run.recompute": True}
+    assert not result["fits"]
+    assert 4 < result["state_bytes"] / GIB < 6
+    assert result["peaks"]["device"][0] == "step"
+    places = {item["place"] for item in result["estimate"]["amounts"]}
+    assert places == {"device", "host", "disk"}
 
 
 def test_mistakes_by_hand(run_cli, papers):
@@ -570,7 +592,11 @@ def plan_of(params, sizes=PAPER, free=None):
 
 
 def roomy(device_gib):
-    return {"device": int(device_gib * GIB), "host": 10_000 * GIB, "disk": 10_000 * GIB}
+    return {
+        "device": int(device_gib * GIB),
+        "host": 10_000 * GIB,
+        "disk": 10_000 * GIB,
+    }
 
 
 def test_the_papers_setting():
@@ -580,10 +606,17 @@ def test_the_papers_setting():
     found = plan_of(paper_params(), free=roomy(44.7))
     assert found.step == "1,098 queries, 3,000 labels, bf16"
     assert 4 * GIB < found.state_bytes < 6 * GIB
-    assert not found.shortages and plan_of(paper_params(), free=roomy(24)).shortages
+    assert not found.shortages
+    assert plan_of(paper_params(), free=roomy(24)).shortages
 
 
-@pytest.mark.parametrize(("recipe", "tokens"), [("unidec-gpu", 32), ("unidec-gpu-long", 128)])
+@pytest.mark.parametrize(
+    ("recipe", "tokens"),
+    [
+        ("unidec-gpu", 32),
+        ("unidec-gpu-long", 128),
+    ],
+)
 def test_the_shipped_recipes_fit_the_papers_card(recipe, tokens):
     """LF-Amazon(Titles)-131K: the recipe sets run.recompute where it is needed."""
     params = load_params(None, {"recipe": recipe})

@@ -25,7 +25,7 @@ from unidec import pipeline
 from unidec.bundle.bundle import Bundle
 from unidec.config import Params, recorded
 from unidec.data.dataset import XMCDataset
-from unidec.data.storage import folder_sha256, read_manifest
+from unidec.data.storage import folder_sha256, read_json_lines, read_manifest
 from unidec.errors import ConfigError
 from unidec.evaluation.metrics import by_query
 from unidec.metric_names import headline
@@ -52,8 +52,11 @@ pytestmark = pytest.mark.timeout(240)
 TIMES = ("seconds", "texts_per_s", "tokens_per_s")
 
 
-def records(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def write_elsewhere(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> None:
+    """These outputs of the stages lie in a folder of their own."""
+    for name in names:
+        elsewhere = folder / getattr(paths, name).name
+        monkeypatch.setitem(paths.RELATIVE, name, str(elsewhere))
 
 
 def run_data_stages(params: Params) -> dict:
@@ -99,11 +102,12 @@ def done(in_work: SimpleNamespace) -> SimpleNamespace:
 
 def test_data_stages(done: SimpleNamespace) -> None:
     results = done.results
-    assert {key: results["ingest"][key] for key in ("train", "validation", "test")} == {
+    expected = {
         "train": 1900,
         "validation": 100,
         "test": 500,
     }
+    assert {key: results["ingest"][key] for key in ("train", "validation", "test")} == expected
     dataset = XMCDataset.open(paths.DATASET)
     assert (
         results["ingest"]["num_labels"] == dataset.num_labels
@@ -111,14 +115,16 @@ def test_data_stages(done: SimpleNamespace) -> None:
     )
     for which, size in (("queries", 2500), ("labels", dataset.num_labels)):
         tokens = paths.open_tokens(which)
-        assert len(tokens) == results["tokens"][f"{which}_texts"] == size
+        assert len(tokens) == size
+        assert results["tokens"][f"{which}_texts"] == size
         assert results["tokens"][f"{which}_tokens"] == len(tokens.ids)
         assert tokens.max_length == 16 and tokens.meta["text"] == "title"
     assert (
         sum(results["propensity"][f"{name}_labels"] for name in ("tail", "torso", "head"))
         == dataset.num_labels
     )
-    assert (results["propensity"]["a"], results["propensity"]["b"]) == (0.55, 1.5)
+    assert results["propensity"]["a"] == 0.55
+    assert results["propensity"]["b"] == 1.5
     assert (
         results["label_graph"]["labels"] == dataset.num_labels
         and results["label_graph"]["edges"] > 0
@@ -130,22 +136,26 @@ def test_rounds(done: SimpleNamespace) -> None:
     refreshes = done.results["mine"]
     rounds = done.results["validate"]
     run = done.folder_of_run
-    assert run.parent == paths.RUNS and len(run.name) == 16
+    assert run.parent == paths.RUNS
+    assert len(run.name) == 16
     assert done.begun == (0, False, 2)
     assert [r["epoch"] for r in refreshes] == [0, 1]
     assert all(
         r["clusters"] == 8 and r["mine_queries"] == 1900 and r["refresh_seconds"] > 0
         for r in refreshes
     )
-    assert [(r.round, r.epoch, r.finished, r.steps) for r in rounds] == [
+    expected = [
         (1, 1, False, 8),
         (2, 2, True, 8),
     ]
+    assert [(r.round, r.epoch, r.finished, r.steps) for r in rounds] == expected
     assert rounds[1].validation["P@1"] > 5  # 4,497 labels: chance is 0.1
-    kept = records(run / "rounds.jsonl")
+    kept = read_json_lines(run / "rounds.jsonl")
     assert [(line["round"], line["epoch"]) for line in kept] == [(1, 1), (2, 2)]
-    assert kept[1]["validation"] == rounds[1].validation and kept[1]["refresh"]["epoch"] == 1
-    assert [line["step"] for line in records(run / "history.jsonl")] == [0, 10]
+    assert kept[1]["validation"] == rounds[1].validation
+    assert kept[1]["refresh"]["epoch"] == 1
+    steps = [line["step"] for line in read_json_lines(run / "history.jsonl")]
+    assert steps == [0, 10]
 
 
 def test_started_again_it_is_finished(done: SimpleNamespace) -> None:
@@ -159,7 +169,8 @@ def test_started_again_it_is_finished(done: SimpleNamespace) -> None:
         True,
     )
     # no second MLflow run
-    assert run_id is not None and Tracker.resume(again.folder).run_id == run_id
+    assert run_id is not None
+    assert Tracker.resume(again.folder).run_id == run_id
 
 
 def test_exported_model_is_the_runs(done: SimpleNamespace) -> None:
@@ -203,7 +214,8 @@ def test_bundle_and_index(done: SimpleNamespace) -> None:
         best_NL = np.argsort(-score_NL.round(6), axis=1, kind="stable")
         scored[weight] = ranking.metrics_of(best_NL[:, :100])["nDCG@5"]
     assert scored[results.clf_weight] == max(scored.values())
-    assert results.validation["nDCG@5"] == pytest.approx(max(scored.values()))
+    expected = max(scored.values())
+    assert results.validation["nDCG@5"] == pytest.approx(expected)
     assert not results.calibrated and bundle.info.calibration is None, (
         "too few of the ten best labels are relevant"
     )
@@ -216,11 +228,15 @@ def test_evaluation(done: SimpleNamespace) -> None:
     assert all(
         0 <= value <= 100 for name, value in test.items() if not name.endswith("num_queries")
     )
-    assert test["P@1"] > 5 and test["R@100"] > test["R@10"] > 0 and test["P@1"] >= test["P@5"]
+    assert test["P@1"] > 5
+    assert test["R@100"] > test["R@10"] > 0
+    assert test["P@1"] >= test["P@5"]
     # a flat index is exact but for labels of the same score: the tiny tokenizer reads some titles
     # alike
-    assert metrics["index"]["recall@10"] > 99.8 and metrics["index"]["recall@100"] > 99.8
-    assert {"de", "clf"} <= metrics.keys() and max(metrics["de"]["P@1"], metrics["clf"]["P@1"]) > 3
+    assert metrics["index"]["recall@10"] > 99.8
+    assert metrics["index"]["recall@100"] > 99.8
+    assert {"de", "clf"} <= metrics.keys()
+    assert max(metrics["de"]["P@1"], metrics["clf"]["P@1"]) > 3
     assert done.results["evaluate"].metrics["P@1"] == test["P@1"]
     page = paths.REPORT.read_text()
     assert (
@@ -233,9 +249,8 @@ def test_evaluation(done: SimpleNamespace) -> None:
         and 10 < metrics["baselines"]["mix"]["P@1"] < 100
     )
     assert 'id="calibration"' not in page  # too few relevant predictions for probabilities
-    assert (
-        f"{metrics['baselines']['mix']['P@1']:.2f}" in page and "TF-IDF kNN + label match" in page
-    )
+    assert f"{metrics['baselines']['mix']['P@1']:.2f}" in page
+    assert "TF-IDF kNN + label match" in page
     assert {file.name for file in paths.PLOTS.iterdir()} >= {
         "training.csv",
         "validation.csv",
@@ -255,16 +270,16 @@ def test_predictions_are_the_bundles_answers_without_filtered_pairs(done: Simple
     hits = same = 0
     for line, row in zip(table[:40], rows[:40], strict=True):
         filtered = dataset.filter_pairs[row].indices.tolist()
-        assert (
-            not set(filtered) & set(line["labels"])
-            and len(line["labels"]) == len(set(line["labels"])) == 100
-        )
+        assert not set(filtered) & set(line["labels"])
+        assert len(line["labels"]) == 100
+        assert len(set(line["labels"])) == 100
         assert line["scores"] == sorted(line["scores"], reverse=True)
         (answer,) = bundle.predict(
             dataset.query_texts([row]), k=5, exclude=[[uids[label] for label in filtered]]
         )
         same += answer.labels == [uids[label] for label in line["labels"][:5]]
-        np.testing.assert_allclose(answer.scores, line["scores"][:5], rtol=1e-4, atol=1e-5)
+        expected = line["scores"][:5]
+        np.testing.assert_allclose(answer.scores, expected, rtol=1e-4, atol=1e-5)
         hits += line["labels"][0] in dataset.relevance[row].indices
     assert hits > 0 and same > 30  # all but ties
 
@@ -274,9 +289,12 @@ def test_tracking_knows_the_run(done: SimpleNamespace) -> None:
 
     client = MlflowClient(f"sqlite:///{done.folder}/mlflow.db")
     run = client.get_run(Tracker.resume(done.folder_of_run).run_id)
-    assert run.data.params["pool.beta"] == "2" and run.data.params["encoder.name"] == "bert"
-    assert run.data.metrics["test/P_at_1"] == done.results["evaluate"].metrics["P@1"]
-    assert [m.step for m in client.get_metric_history(run.info.run_id, "training/loss")] == [0, 10]
+    assert run.data.params["pool.beta"] == "2"
+    assert run.data.params["encoder.name"] == "bert"
+    expected = done.results["evaluate"].metrics["P@1"]
+    assert run.data.metrics["test/P_at_1"] == expected
+    steps = [m.step for m in client.get_metric_history(run.info.run_id, "training/loss")]
+    assert steps == [0, 10]
     assert len(client.get_metric_history(run.info.run_id, "validation/P_at_1")) == 2
     names = {file.path for file in client.list_artifacts(run.info.run_id)}
     assert {"report.html", "metrics.json", "plots"} <= names
@@ -293,7 +311,10 @@ def test_a_trial_logs_the_same_data_as_any_run(
     client = open_client(f"sqlite:///{done.folder}/mlflow.db")
     trial = tmp_path / "runs" / "own" / "0123456789ab"
     logged = []
-    for folder, data in ((tmp_path, "./raw/"), (trial, str(tmp_path / "raw"))):
+    for folder, data in (
+        (tmp_path, "./raw/"),
+        (trial, str(tmp_path / "raw")),
+    ):
         shutil.copytree(done.folder / "data", folder / "data")
         shutil.copytree(done.folder / "bert", folder / "bert")
         monkeypatch.chdir(folder)
@@ -312,7 +333,8 @@ def test_a_trial_logs_the_same_data_as_any_run(
         assert run.data.tags.get("dvc.data/dataset") == ("0a.dir" if folder == tmp_path else None)
         assert run.data.tags.get("dvc_experiment") == (None if folder == tmp_path else "brave-fox")
         assert run.info.run_name.endswith("brave-fox") == (folder != tmp_path)
-    assert logged[0] == logged[1] and "data.path" not in logged[0][0]
+    assert logged[0] == logged[1]
+    assert "data.path" not in logged[0][0]
 
 
 @pytest.mark.parametrize(
@@ -338,7 +360,8 @@ def test_a_run_is_named_after_what_trained_it(
         monkeypatch.setenv(name, value)
     begun = pipeline.start_run(done.params(**{"tracking.experiment": "names"}))
     name = Tracker.resume(begun.folder).run_name
-    assert words in name and ("trial" in name, "repro" in name) == (
+    assert words in name
+    assert ("trial" in name, "repro" in name) == (
         "trial" in words,
         "repro" in words,
     )
@@ -351,7 +374,8 @@ def test_index_and_evaluation_again_write_the_same(done: SimpleNamespace) -> Non
     assert pipeline.index(done.params()) == done.results["index"]
     assert folder_sha256(paths.BUNDLE) == bundle
     pipeline.evaluate(done.params())
-    assert paths.METRICS.read_bytes() == metrics and paths.PREDICTIONS.read_bytes() == table
+    assert paths.METRICS.read_bytes() == metrics
+    assert paths.PREDICTIONS.read_bytes() == table
 
 
 def test_data_stages_again_write_the_same(done: SimpleNamespace) -> None:
@@ -379,25 +403,25 @@ def test_a_round_cut_off_before_its_record_is_repeated_without_doubles(
     started.cluster(), started.mine(), started.train_round(), started.validate()
     started.close()
     (run / "rounds.jsonl").open("a").close()
-    first = records(run / "rounds.jsonl")
+    first = read_json_lines(run / "rounds.jsonl")
     with open(run / "rounds.jsonl", "a") as file:
         file.write(json.dumps({"epoch": 2, "round": 2, "of": "a run that was cut off"}) + "\n")
     with open(run / "history.jsonl", "a") as file:
         file.write(json.dumps({"step": 8, "loss": 0.0}) + "\n")
     started.cluster(), started.mine(), started.train_round(), started.validate()
-    kept = records(run / "rounds.jsonl")
-    assert (
-        kept[0] == first[0] and [line["epoch"] for line in kept] == [1, 2] and "of" not in kept[1]
-    )
-    assert [line["step"] for line in records(run / "history.jsonl")] == [0, 10]
+    kept = read_json_lines(run / "rounds.jsonl")
+    assert kept[0] == first[0]
+    assert [line["epoch"] for line in kept] == [1, 2]
+    assert "of" not in kept[1]
+    steps = [line["step"] for line in read_json_lines(run / "history.jsonl")]
+    assert steps == [0, 10]
 
 
 def test_figures_are_exact_on_the_trainings_device_whatever_the_index_loses(
     done: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     before = json.loads(paths.METRICS.read_text())
-    for name in ("METRICS", "PLOTS", "PREDICTIONS", "REPORT"):
-        monkeypatch.setitem(paths.RELATIVE, name, str(tmp_path / getattr(paths, name).name))
+    write_elsewhere(monkeypatch, tmp_path, "METRICS", "PLOTS", "PREDICTIONS", "REPORT")
     search = LabelIndex.search
     load = Bundle.load
     devices = []
@@ -421,7 +445,8 @@ def test_figures_are_exact_on_the_trainings_device_whatever_the_index_loses(
     pipeline.evaluate(done.params())
     after = json.loads(paths.METRICS.read_text())
     assert devices == ["that of cpu"]
-    assert after["test"] == before["test"] and after["de"] == before["de"]
+    assert after["test"] == before["test"]
+    assert after["de"] == before["de"]
     assert after["index"]["lost/P@1"] > 2 > abs(before["index"]["lost/P@1"])
     assert after["index"]["recall@10"] < 95 < before["index"]["recall@10"]
 
@@ -429,8 +454,9 @@ def test_figures_are_exact_on_the_trainings_device_whatever_the_index_loses(
 @pytest.fixture
 def other_outputs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What follows writes elsewhere than `done` did."""
-    for name in ("MODEL", "BUNDLE", "METRICS", "PLOTS", "PREDICTIONS", "REPORT"):
-        monkeypatch.setitem(paths.RELATIVE, name, str(tmp_path / getattr(paths, name).name))
+    write_elsewhere(
+        monkeypatch, tmp_path, "MODEL", "BUNDLE", "METRICS", "PLOTS", "PREDICTIONS", "REPORT"
+    )
 
 
 @pytest.mark.usefixtures("other_outputs")
@@ -470,15 +496,16 @@ def test_a_head_alone_goes_through(done: SimpleNamespace, heads: str) -> None:
     result = json.loads(paths.METRICS.read_text())
     assert run.finished and 1 < metrics["P@1"] < 100
     assert result["index"]["recall@10"] > 90
-    assert not {"de", "clf"} & result.keys() and {"heads", "knn"} <= result.keys()
-    assert Bundle.load(paths.BUNDLE).info.knn.space == heads and result["knn"]["P@1"] > 1
+    assert not {"de", "clf"} & result.keys()
+    assert {"heads", "knn"} <= result.keys()
+    assert Bundle.load(paths.BUNDLE).info.knn.space == heads
+    assert result["knn"]["P@1"] > 1
 
 
 @pytest.fixture
 def other_bundle(done: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The model of `done`, all that follows elsewhere."""
-    for name in ("BUNDLE", "METRICS", "PLOTS", "PREDICTIONS", "REPORT"):
-        monkeypatch.setitem(paths.RELATIVE, name, str(tmp_path / getattr(paths, name).name))
+    write_elsewhere(monkeypatch, tmp_path, "BUNDLE", "METRICS", "PLOTS", "PREDICTIONS", "REPORT")
 
 
 def dense_ndcg(bundle: Bundle, split: Any, clf_weight: float, knn_weight: float) -> float:
@@ -507,20 +534,20 @@ def test_votes_are_tuned_with_the_classifiers_weight_on_validation(done: SimpleN
     dataset = XMCDataset.open(paths.DATASET)
     info = bundle.info
     tried = bundle.info.card["tuning"]
-    assert info.knn is not None and results.knn_weight == info.knn.weight in KNN_WEIGHTS
+    assert info.knn is not None
+    assert results.knn_weight == info.knn.weight in KNN_WEIGHTS
     best = max(tried, key=lambda line: line["nDCG@5"])
-    assert best["nDCG@5"] == results.validation["nDCG@5"] == info.metrics["validation"]["nDCG@5"]
+    assert best["nDCG@5"] == results.validation["nDCG@5"]
+    assert results.validation["nDCG@5"] == info.metrics["validation"]["nDCG@5"]
     chosen = {"clf_weight": info.clf_weight, "knn_weight": info.knn.weight}
     assert any(
         line["nDCG@5"] == best["nDCG@5"] and chosen.items() <= line.items() for line in tried
     )
     # neither weight can be bettered alone
-    assert {line["knn_weight"] for line in tried if line["clf_weight"] == info.clf_weight} == set(
-        KNN_WEIGHTS
-    )
-    assert {line["clf_weight"] for line in tried if line["knn_weight"] == info.knn.weight} == set(
-        CLF_WEIGHTS
-    )
+    knn_weights = {line["knn_weight"] for line in tried if line["clf_weight"] == info.clf_weight}
+    assert knn_weights == set(KNN_WEIGHTS)
+    clf_weights = {line["clf_weight"] for line in tried if line["knn_weight"] == info.knn.weight}
+    assert clf_weights == set(CLF_WEIGHTS)
     # better than the heads alone, and what a dense computation says of the votes of training
     # queries alone
     every = bundle.neighbours
@@ -550,7 +577,8 @@ def test_votes_are_tuned_with_the_classifiers_weight_on_validation(done: SimpleN
     of_training = voting[: left.shape[0]]
     assert left.nnz == of_training.nnz - (of_training.getnnz(axis=1) > 0).sum()
     before = folder_sha256(paths.BUNDLE)
-    assert pipeline.index(params) == results and folder_sha256(paths.BUNDLE) == before
+    assert pipeline.index(params) == results
+    assert folder_sha256(paths.BUNDLE) == before
 
 
 @pytest.mark.usefixtures("other_bundle")
@@ -574,7 +602,9 @@ def test_probabilities_are_measured_on_the_answers_to_validation_queries(
     ]
     again = fit_calibration(found.scores, np.array(relevant))
     at = np.linspace(found.scores.min(), found.scores.max(), 50)
-    assert again is not None and bundle.info.calibration is not None and len(again.scores) > 1
+    assert again is not None
+    assert bundle.info.calibration is not None
+    assert len(again.scores) > 1
     np.testing.assert_allclose(bundle.info.calibration.of(at), again.of(at), atol=0.02)  # ties
     monkeypatch.setattr(indexing, "CALIBRATED", 1)
     assert not pipeline.index(done.params()).calibrated
@@ -592,7 +622,8 @@ def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
     params = done.params(**votes | {"index.fusion": True, "index.knn_head": 3})
     monkeypatch.setattr("unidec.pipeline.ranking.LEAST_QUERIES", 10**6)
     assert pipeline.index(params) == blend
-    assert "no fusion" in capsys.readouterr().err and Bundle.load(paths.BUNDLE).info.fusion is None
+    assert "no fusion" in capsys.readouterr().err
+    assert Bundle.load(paths.BUNDLE).info.fusion is None
     monkeypatch.setattr("unidec.pipeline.ranking.LEAST_QUERIES", 20)
     # it gains as surely in a third of the steps
     monkeypatch.setattr("unidec.ranking.fusion_fit.MOST_STEPS", 25)
@@ -608,7 +639,9 @@ def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
     bundle = Bundle.load(paths.BUNDLE)
     assert results.fusion and results.calibrated and bundle.info.fusion is not None
     gain = results.validation["nDCG@5"] - blend.validation["nDCG@5"]
-    assert gain == pytest.approx(bundle.info.fusion.gain["nDCG@5"], abs=1e-3) and gain > 0
+    expected = bundle.info.fusion.gain["nDCG@5"]
+    assert gain == pytest.approx(expected, abs=1e-3)
+    assert gain > 0
     told = bundle.info.card["fusion"]
     (chosen,) = (row for row in told["by_tail"] if row["tail"] == bundle.info.fusion.tail)
     assert (
@@ -616,12 +649,11 @@ def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
         == results.validation["nDCG@5"]
         >= max(row["nDCG@5"] for row in told["by_tail"]) - 0.1
     )
-    assert (
-        set(told["lost_without"]) == {*FEATURES, *BY_WORDS}
-        and max(told["lost_without"].values()) > 0
-    )
+    assert set(told["lost_without"]) == {*FEATURES, *BY_WORDS}
+    assert max(told["lost_without"].values()) > 0
     before = folder_sha256(paths.BUNDLE)
-    assert pipeline.index(params) == results and folder_sha256(paths.BUNDLE) == before
+    assert pipeline.index(params) == results
+    assert folder_sha256(paths.BUNDLE) == before
     # the bundle ranks the test split by it, and the profile has the scores that it gives to queries
     # that do not vote
     dataset = XMCDataset.open(paths.DATASET)
@@ -642,9 +674,8 @@ def test_a_fusion_ranks_where_it_gains_on_queries_that_it_has_not_seen(
     )
     pipeline.evaluate(params)
     result = json.loads(paths.METRICS.read_text())
-    assert (
-        result["test"]["nDCG@5"] != result["heads"]["nDCG@5"] and result["index"]["recall@10"] > 90
-    )
+    assert result["test"]["nDCG@5"] != result["heads"]["nDCG@5"]
+    assert result["index"]["recall@10"] > 90
     page = paths.REPORT.read_text()
     assert "Expected calibration error" in page
     assert (
@@ -665,11 +696,13 @@ def test_the_evaluation_tells_what_votes_add(done: SimpleNamespace) -> None:
     bundle = Bundle.load(paths.BUNDLE)
     dataset = XMCDataset.open(paths.DATASET)
     without = json.loads((done.folder / "outputs" / "metrics.json").read_text())
-    assert result["index"]["knn_weight"] == 0.5 and without["index"]["knn_weight"] == 0
+    assert result["index"]["knn_weight"] == 0.5
+    assert without["index"]["knn_weight"] == 0
     assert not {"heads", "knn"} & without.keys()
     # without votes as in a bundle that has none; with them, as the dense computation says
     assert result["heads"] == pytest.approx(headline(without["test"]), abs=0.2)
-    assert result["de"] == without["de"] and result["clf"] == without["clf"]
+    assert result["de"] == without["de"]
+    assert result["clf"] == without["clf"]
     dense = dense_ndcg(bundle, "test", bundle.info.clf_weight, 0.5)
     assert result["test"]["nDCG@5"] == pytest.approx(dense, abs=0.3)
     assert result["test"]["nDCG@5"] != result["heads"]["nDCG@5"] != result["knn"]["nDCG@5"]
@@ -678,10 +711,12 @@ def test_the_evaluation_tells_what_votes_add(done: SimpleNamespace) -> None:
     uids = dataset.label_uids()
     for line in pq.read_table(paths.PREDICTIONS).to_pylist()[:40]:
         filtered = dataset.filter_pairs[line["query_row"]].indices.tolist()
-        assert not set(filtered) & set(line["labels"]) and len(set(line["labels"])) == 100
+        assert not set(filtered) & set(line["labels"])
+        assert len(set(line["labels"])) == 100
         exclude = [[uids[label] for label in filtered]]
         (answer,) = bundle.predict(dataset.query_texts([line["query_row"]]), k=5, exclude=exclude)
-        np.testing.assert_allclose(answer.scores, line["scores"][:5], rtol=1e-3, atol=1e-4)
+        expected = line["scores"][:5]
+        np.testing.assert_allclose(answer.scores, expected, rtol=1e-3, atol=1e-4)
     from mlflow import MlflowClient
 
     run = MlflowClient(f"sqlite:///{done.folder}/mlflow.db").get_run(
@@ -703,7 +738,8 @@ def test_votes_that_do_not_help_are_left_out(
     )
     results = pipeline.index(done.params(**{"index.knn_weight": "auto"}))
     bundle = Bundle.load(paths.BUNDLE)
-    assert results.knn_weight == 0 and results.clf_weight == done.results["index"].clf_weight
+    assert results.knn_weight == 0
+    assert results.clf_weight == done.results["index"].clf_weight
     assert bundle.neighbours is None and bundle.info.card["tuning"]
 
 

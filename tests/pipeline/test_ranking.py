@@ -196,7 +196,9 @@ def test_votes_that_know_nothing_get_little_weight_and_none_where_there_is_nothi
     ranking, neighbours = random_ranking(3)
     assert tuned_blend(ranking, params, neighbours).knn_weight > 0
     without = tuned_blend(ranking, params_of(clf_weight=2.0), None)
-    assert (without.clf_weight, without.knn_weight, without.tried) == (2.0, 0.0, [])
+    assert without.clf_weight == 2.0
+    assert without.knn_weight == 0.0
+    assert without.tried == []
     empty, neighbours = random_ranking(3, num=0)
     assert isinstance(tuned_blend(empty, params, neighbours), Blend)
     assert tuned_blend(empty, params, neighbours).knn_weight == 0
@@ -205,7 +207,8 @@ def test_votes_that_know_nothing_get_little_weight_and_none_where_there_is_nothi
 def test_queries_that_weights_were_chosen_by_vote_in_the_end(random_ranking) -> None:
     ranking, neighbours = random_ranking(5)
     joined = ranking.joined_to(ranking.voting(neighbours, 15))
-    assert joined.num_queries == TRAIN + NUM and joined.vote == neighbours.vote
+    assert joined.num_queries == TRAIN + NUM
+    assert joined.vote == neighbours.vote
     assert joined.uids.to_pylist()[TRAIN - 1 : TRAIN + 1] == [str(TRAIN - 1), "v0"]
     np.testing.assert_array_equal(joined.vectors_MD[:TRAIN], neighbours.vectors_MD)
     assert joined.nearest(ranking.encoded.de_BD, 1)[1].ravel().tolist() == list(

@@ -107,7 +107,9 @@ def test_the_labels_of_today(params: Params, project: SimpleNamespace) -> None:
     dataset = XMCDataset.open(paths.DATASET)
     after = Bundle.load(paths.REFRESHED)
     uids = dataset.label_uids()
-    assert result.changed and result.bundle == str(paths.REFRESHED) and result.parent == "1"
+    assert result.changed
+    assert result.bundle == str(paths.REFRESHED)
+    assert result.parent == "1"
     counts = {name: getattr(result, name) for name in ("added", "removed", "renamed", "kept")}
     assert counts == {
         "added": NEW,
@@ -115,7 +117,8 @@ def test_the_labels_of_today(params: Params, project: SimpleNamespace) -> None:
         "renamed": RENAMED,
         "kept": len(uids) - NEW,
     }
-    assert after.uids.to_pylist() == uids and after.info.dataset == {
+    assert after.uids.to_pylist() == uids
+    assert after.info.dataset == {
         "name": dataset.name,
         "sha256": dataset.sha256,
     }
@@ -123,10 +126,10 @@ def test_the_labels_of_today(params: Params, project: SimpleNamespace) -> None:
 
     # the training queries of today vote, with today's labels
     rows = dataset.rows("train")
-    assert after.neighbours is not None and after.neighbours.uids.to_pylist() == dataset.query_uids(
-        rows
-    )
-    assert after.neighbours.labels_ML.nnz == (dataset.relevance[rows] > 0).sum()
+    assert after.neighbours is not None
+    assert after.neighbours.uids.to_pylist() == dataset.query_uids(rows)
+    expected = (dataset.relevance[rows] > 0).sum()
+    assert after.neighbours.labels_ML.nnz == expected
     assert (after.info.knn.weight, after.info.clf_weight) == (
         before.info.knn.weight,
         before.info.clf_weight,
@@ -151,7 +154,8 @@ def test_registered_again(params: Params, project: SimpleNamespace) -> None:
     }
     assert {key: version.tags.get(key) for key in wanted} == wanted
     run = client.get_run(version.run_id)
-    assert run.info.status == "FINISHED" and run.data.metrics["labels/added"] == NEW
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics["labels/added"] == NEW
     # once more is no second version
     assert pipeline.register(params, paths.REFRESHED) == registered
     found = lineage("models:/labels@challenger", model_name="labels")
@@ -160,9 +164,11 @@ def test_registered_again(params: Params, project: SimpleNamespace) -> None:
 
 def test_refreshed_again_it_is_the_same_and_then_no_change(params: Params) -> None:
     sha256 = folder_sha256(paths.REFRESHED)
-    assert pipeline.refresh_labels(params).changed and folder_sha256(paths.REFRESHED) == sha256
+    assert pipeline.refresh_labels(params).changed
+    assert folder_sha256(paths.REFRESHED) == sha256
     result = pipeline.refresh_labels(params, 2)
-    assert not result.changed and read_info(paths.REFRESHED).card["refreshed"]["version"] == "1"
+    assert not result.changed
+    assert read_info(paths.REFRESHED).card["refreshed"]["version"] == "1"
 
 
 def test_without_votes_another_data_set_with_the_same_labels_is_no_change(

@@ -38,7 +38,8 @@ def test_the_card_against_loops(
         for label in tiny_dataset.relevance[row].indices:
             counts[label] += 1
     train = [tiny_dataset.relevance[row].nnz for row in tiny_dataset.rows("train")]
-    assert card["labels"] == len(counts) and card["train queries"] == len(train)
+    assert card["labels"] == len(counts)
+    assert card["train queries"] == len(train)
     trained = set(tiny_dataset.relevance[tiny_dataset.rows("train")].indices.tolist())
     assert card["labels without training queries"] == len(counts) - len(trained)
     expected = [
@@ -86,21 +87,29 @@ def test_examples_are_the_largest_gains_and_losses_against_loops(with_baseline: 
         propensity=SimpleNamespace(inverse_L=np.ones(num_labels)),
     )
     tfidf = Baselines({"knn": ours, "mix": theirs[places]} if with_baseline else {}, {}, places, "")
-    measured = SimpleNamespace(ranking=ranking, scores=np.zeros((num, k)), labels=ours, tfidf=tfidf)
+    measured = SimpleNamespace(
+        ranking=ranking,
+        scores=np.zeros((num, k)),
+        labels=ours,
+        tfidf=tfidf,
+    )
     found = stage._examples(measured)  # type: ignore[arg-type]
     assert found["gain_over"] == ("TF-IDF kNN + label match" if with_baseline else "")
     for name, sign in (("gains", 1), ("losses", -1)):
         wanted = sorted(
             (g for g in gain.values() if not with_baseline or sign * g > 0), key=lambda g: -sign * g
         )[:6]
-        assert [one["gain"] for one in found[name]] == pytest.approx(wanted) and len(wanted) > 3
+        gains = [one["gain"] for one in found[name]]
+        assert gains == pytest.approx(wanted)
+        assert len(wanted) > 3
         for one in found[name]:
             assert gain[one["query"]] == pytest.approx(one["gain"])
             row = int(one["query"].split()[1])
             assert [p["label"] for p in one["predictions"]] == [
                 f"l{label}" for label in ours[row, :5]
             ]
-            assert [p["correct"] for p in one["predictions"]] == hits[row, :5].tolist()
+            correctness = [p["correct"] for p in one["predictions"]]
+            assert correctness == hits[row, :5].tolist()
 
 
 @pytest.mark.parametrize(
@@ -121,6 +130,7 @@ def test_what_is_served_is_first_and_named(
 ) -> None:
     result = {"test": {"P@1": 9.0}, **{name: {"P@1": float(i)} for i, name in enumerate(parts)}}
     shown = stage._systems(result, heads)
-    assert list(shown) == names and shown[names[0]]["P@1"] == 9.0
+    assert list(shown) == names
+    assert shown[names[0]]["P@1"] == 9.0
     if "heads" in parts:
         assert shown[heads] == result["heads"]

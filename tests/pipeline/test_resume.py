@@ -1,4 +1,4 @@
-"""Which run goes on, where, and what is refused: on tiny data, with cuts at the places between two
+"""Which run resumes, where, and what is refused: on tiny data, with cuts at the places between two
 files.
 """
 
@@ -165,7 +165,8 @@ def test_killed_between_any_two_files(
 ) -> None:
     cut_training(monkeypatch, work.params(), owner, name, after)
     result, said = train(work.params())
-    assert result.finished and any("resumes" in line or "is trained" in line for line in said)
+    assert result.finished
+    assert any("resumes" in line or "is trained" in line for line in said)
     found = outcome()
     if name == "write_json":  # the report of a refresh is the one thing that is not made again
         for part in (found, uncut):
@@ -209,20 +210,21 @@ def test_with_patience_it_ends_early_wherever_it_is_killed(
     )
     uncut, _ = train(work.params(**given))
     found = outcome()
-    assert (uncut.epoch, uncut.finished) == (6, True) and runs.list_runs()[0].state == "finished"
+    assert (uncut.epoch, uncut.finished) == (6, True)
+    assert runs.list_runs()[0].state == "finished"
     lines = read_json_lines(paths.MODEL / "rounds.jsonl")
     assert [line["finished"] for line in lines] == [False, False, True]
     trained = [
         line["work_seconds"] - sum(r["refresh"]["work_seconds"] for r in lines[: i + 1])
         for i, line in enumerate(lines)
     ]
-    assert 0 < trained[0] < trained[1] < trained[2] and all(
-        line["refresh"]["work_seconds"] > 0 for line in lines
-    )
+    assert 0 < trained[0] < trained[1] < trained[2]
+    assert all(line["refresh"]["work_seconds"] > 0 for line in lines)
     shutil.rmtree(paths.RUNS)
     cut_training(monkeypatch, work.params(**given), owner, name, after)
     result, said = train(work.params(**given))
-    assert (result.epoch, result.finished) == (6, True) and outcome() == found
+    assert (result.epoch, result.finished) == (6, True)
+    assert outcome() == found
     assert any("of at most 40" in line or "is trained: 6 epochs" in line for line in said)
 
 
@@ -232,7 +234,8 @@ def test_inside_a_round_the_refresh_does_nothing(
     params = work.params()
     cut_training(monkeypatch, params, Trainer, "train_step", 5)
     begun = pipeline.start_run(params)
-    assert (begun.epoch, begun.step) == (0, 3) and begun.epoch_step == 3
+    assert (begun.epoch, begun.step) == (0, 3)
+    assert begun.epoch_step == 3
     cut(monkeypatch, Trainer, "refresh")
     cut(monkeypatch, Trainer, "cluster")
     assert begun.cluster() == {}
@@ -274,7 +277,7 @@ def test_clusters_and_negatives_in_two_stages_make_the_same_model(
     assert outcome() == uncut
 
 
-# -- which run goes on
+# -- which run resumes
 # ---------------------------------------------------------------------------------------------
 
 
@@ -348,7 +351,8 @@ def test_without_a_validation_split_a_sample_of_training_queries_draws_the_curve
     assert not len(dataset.rows("validation"))
     ranking = Ranking.of_model(UniDEC.load(paths.MODEL), dataset, "train", params.optim.precision)
     expected = {} if sample == 0 else validation_metrics(ranking, params)
-    assert last["validation"] == pytest.approx(expected) and bool(expected) == bool(sample)
+    assert last["validation"] == pytest.approx(expected)
+    assert bool(expected) == bool(sample)
 
 
 def test_runs_by_name(work: SimpleNamespace) -> None:
@@ -381,7 +385,8 @@ def test_a_run_whose_process_is_gone_is_closed_by_the_next_start(
 
 
 def test_the_list_of_runs(work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert runs.list_runs() == [] and runs.rows_of([])[1] == []
+    assert runs.list_runs() == []
+    assert runs.rows_of([])[1] == []
     cut_training(monkeypatch, work.params(), Trainer, "train_step", 5)
     result, _ = train(work.params(seed=5))
     running = pipeline.start_run(work.params(seed=6))
@@ -400,13 +405,16 @@ def test_the_list_of_runs(work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
     (cut_off,) = infos.values()
     assert (cut_off.state, cut_off.step, cut_off.unfinished) == ("stopped", 3, True)
     columns, rows = runs.rows_of([finished, at_work, cut_off])
-    assert all(len(row) == len(columns) for row in rows) and rows[1][4] == "none yet"
+    assert all(len(row) == len(columns) for row in rows)
+    assert rows[1][4] == "none yet"
     json.dumps([vars(info) for info in runs.list_runs()])
     trial = Path("runs/own/0123456789ab/runs")
     trial.mkdir(parents=True)
     running.folder.rename(trial / running.folder.name)
     (listed,) = [info for info in runs.list_runs() if info.trial]
-    assert (listed.name, listed.trial, listed.state) == (at_work.name, "0123456789ab", "running")
+    assert listed.name == at_work.name
+    assert listed.trial == "0123456789ab"
+    assert listed.state == "running"
     assert runs.rows_of([listed])[1][0][0] == f"{at_work.name} (trial 0123456789ab)"
     with pytest.raises(ConfigError):
         runs.choose_run(at_work.name)  # a trial is resumed by its own command

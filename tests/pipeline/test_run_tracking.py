@@ -1,4 +1,4 @@
-"""What the tracking server is told: few keys, the same for every run."""
+"""What the tracking server receives: few keys, the same for every run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def test_parameters_are_those_that_decide_the_model():
     } <= sections
     assert not sections & {"run", "source", "retrain", "gate", "drift", "serve", "tracking", "warm"}
     assert warm.keys() - cold.keys() == {f"warm.{key}" for key in Warm.model_fields}
-    assert all(FLAT[key] == value for key, value in warm.items()) and "data.path" not in warm
+    assert all(FLAT[key] == value for key, value in warm.items())
+    assert "data.path" not in warm
 
 
 def test_figures_of_steps_have_a_place():
@@ -51,7 +52,12 @@ def test_figures_of_steps_have_a_place():
 def test_few_figures_of_the_test_split():
     metrics = measured()
     assert len(metrics) > 80
-    result = {"test": metrics, "de": metrics, "clf": metrics, "index": {"recall@10": 100.0}}
+    result = {
+        "test": metrics,
+        "de": metrics,
+        "clf": metrics,
+        "index": {"recall@10": 100.0},
+    }
     figures = split_figures(result)
     assert (
         len(figures) <= 30

@@ -96,7 +96,8 @@ def test_two_stages_from_raw_files_to_a_bundle(folder, kind):
     }
     assert said["texts"] == round(40 * second.label_graph.share)
     meta = read_manifest(paths.LABEL_GRAPH, "label_graph", 1)["meta"]
-    assert (meta["kind"], meta["share"]) == (second.label_graph.kind, second.label_graph.share)
+    assert meta["kind"] == second.label_graph.kind
+    assert meta["share"] == second.label_graph.share
 
     # what training measured of the model is what the exported one gives, and what the bundle
     # answers
@@ -116,4 +117,5 @@ def test_two_stages_from_raw_files_to_a_bundle(folder, kind):
         text = dataset.query_texts([line["query_row"]])
         filtered = dataset.filter_pairs[line["query_row"]].indices
         (answer,) = bundle.predict(text, k=5, exclude=[[uids[label] for label in filtered]])
-        np.testing.assert_allclose(answer.scores, line["scores"][:5], rtol=2e-2, atol=2e-2)
+        expected = line["scores"][:5]
+        np.testing.assert_allclose(answer.scores, expected, rtol=2e-2, atol=2e-2)

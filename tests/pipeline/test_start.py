@@ -92,7 +92,10 @@ def register_champion() -> int:
 def made(tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A project with two versions of its data and a champion, trained cold on the first."""
     folder = tmp_path_factory.mktemp("start")
-    for name, raw in (("raw", tiny_raw), ("raw2", later(tiny_raw))):
+    for name, raw in (
+        ("raw", tiny_raw),
+        ("raw2", later(tiny_raw)),
+    ):
         (folder / name).mkdir()
         write_raw(raw, folder / name, "xmc-json")
     tiny_transformer("bert", tiny_raw, folder / "bert")
@@ -155,7 +158,8 @@ def test_from_the_champion(work):
     assert json.loads(paths.START.read_bytes()) == note
     assert checked_sha256(paths.BUNDLES / sha256[:16]) == sha256
     before = paths.START.read_bytes()
-    assert pipeline.choose_start(work.params()) == found and paths.START.read_bytes() == before
+    assert pipeline.choose_start(work.params()) == found
+    assert paths.START.read_bytes() == before
     assert start_tags() == {
         "start.kind": "warm",
         "start.model": "unidec",
@@ -170,7 +174,8 @@ def test_without_a_champion(work):
     assert pipeline.choose_start(work.params()) == ChosenStart(
         kind="cold", reason="unidec has no champion yet"
     )
-    assert paths.START.read_bytes() == COLD and start_tags() == {"start.kind": "cold"}
+    assert paths.START.read_bytes() == COLD
+    assert start_tags() == {"start.kind": "cold"}
     named = work.params(**{"tracking.model_name": "another"})
     assert pipeline.choose_start(named).reason == "another has no champion yet"
     with pytest.raises(
@@ -181,7 +186,8 @@ def test_without_a_champion(work):
 
 def test_as_asked_for(work):
     assert pipeline.choose_start(work.params(), "cold").reason == "as requested"
-    assert pipeline.choose_start(work.params(**{"retrain.start": "cold"})).kind == "cold"
+    kind = pipeline.choose_start(work.params(**{"retrain.start": "cold"})).kind
+    assert kind == "cold"
     assert pipeline.choose_start(work.params(**{"retrain.start": "cold"}), "auto").kind == "warm"
     assert (
         pipeline.choose_start(work.params(), "cold").kind == "cold"
@@ -196,7 +202,8 @@ UNFIT = {"encoder.bag_words": 8, "model.dim": 8}
 def test_a_champion_that_does_not_fit(work, key):
     params = work.params(**{key: UNFIT[key]})
     found = pipeline.choose_start(params)
-    assert found.kind == "cold" and found.reason == f"the champion, version 1, has another {key}"
+    assert found.kind == "cold"
+    assert found.reason == f"the champion, version 1, has another {key}"
     with pytest.raises(ConfigError, match=rf"another {key}(.|\n)*retrain.start: cold"):
         pipeline.choose_start(params, "warm")
 
@@ -213,7 +220,13 @@ def test_another_tokenizer(work, raw_factory):
 
 
 @pytest.mark.parametrize(
-    "change", [{"pool.beta": 1}, {"optim.epochs": 3}, {"encoder.residual": True}], ids=str
+    "change",
+    [
+        {"pool.beta": 1},
+        {"optim.epochs": 3},
+        {"encoder.residual": True},
+    ],
+    ids=str,
 )
 def test_other_parameters_than_the_champions(work, change):
     found = pipeline.choose_start(work.params(**change))
@@ -327,7 +340,9 @@ def test_what_a_model_has_seen_is_recorded_and_known_of_older_ones_where_possibl
     first = write_dataset("first", tiny_raw, validation_share=0.2)
     own = np.flatnonzero(first.split_N != 2)
     found = seen.of_bundle(work.bundle, XMCDataset.open("data/dataset"))
-    assert found is not None and found.complete and found.among(first, own).all()
+    assert found is not None
+    assert found.complete
+    assert found.among(first, own).all()
     older = without_record(work.bundle, work.folder / "older")
     by_votes = Bundle.load(work.bundle).neighbours is not None
     by_data = seen.of_bundle(older, XMCDataset.open(made / "first_dataset"))
@@ -488,7 +503,8 @@ def test_two_processes_start_warm_too(work, monkeypatch):
     run = pipeline.start_run(params)
     assert run.launcher is launch.torchrun
     fit(run)
-    assert run.epoch == 1 and "memory" in read_json_lines(run.folder / "rounds.jsonl")[0]
+    assert run.epoch == 1
+    assert "memory" in read_json_lines(run.folder / "rounds.jsonl")[0]
 
 
 # -- fetching
@@ -501,10 +517,9 @@ def test_a_damaged_copy_is_fetched_again(work):
     assert begun is not None
     (begun.model / "config.json").write_text("{}")
     again = open_start()
-    assert (
-        again is not None
-        and json.loads((again.model / "config.json").read_text())["num_labels"] == 40
-    )
+    assert again is not None
+    num_labels = json.loads((again.model / "config.json").read_text())["num_labels"]
+    assert num_labels == 40
 
 
 def test_found_by_hash_where_the_version_is_another(work):

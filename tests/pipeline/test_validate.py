@@ -69,4 +69,5 @@ def test_rows_of_files_that_changed_since_ingest_are_named_by_uid(one_empty_text
         file.write("q600,another\n")
     with pytest.raises(DataError) as caught:
         pipeline.validate(params)
-    assert "queries.csv" not in str(caught.value) and "(q41)" in str(caught.value)
+    assert "queries.csv" not in str(caught.value)
+    assert "(q41)" in str(caught.value)

@@ -23,8 +23,9 @@ def pooled(bins: list[tuple[float, ...]]) -> list[tuple[float, ...]]:
     """Pool adjacent violators, begun again after each pair that is joined: of each bin the weight,
     the relevant labels, and whatever else is added up.
     """
+    share = [relevant / weight for weight, relevant, *_ in bins]
     for i in range(len(bins) - 1):
-        if bins[i][1] / bins[i][0] >= bins[i + 1][1] / bins[i + 1][0]:
+        if share[i] >= share[i + 1]:
             joined = tuple(map(sum, zip(bins[i], bins[i + 1], strict=True)))
             return pooled([*bins[:i], joined, *bins[i + 2 :]])
     return bins
@@ -37,16 +38,15 @@ def slow(score: np.ndarray, relevant: np.ndarray) -> list[tuple[float, float]]:
         for s, r in zip(score.ravel(), relevant.ravel(), strict=True)
         if np.isfinite(s)
     ]
-    num_bins = min(MOST_POINTS, sum(r for _, r in rows) // RELEVANT_A_BIN)
-    edges = sorted(
-        {float(np.quantile([s for s, r in rows if r], i / num_bins)) for i in range(1, num_bins)}
-    )
+    of_relevant = [s for s, r in rows if r]
+    num_bins = min(MOST_POINTS, len(of_relevant) // RELEVANT_A_BIN)
+    edges = sorted({float(np.quantile(of_relevant, i / num_bins)) for i in range(1, num_bins)})
     bins: list[tuple[float, ...]] = []
     for low, high in zip([-np.inf, *edges], [*edges, np.inf], strict=True):
         if own := [(s, r) for s, r in rows if low <= s < high]:
-            bins.append(
-                (len(own) + 1, sum(r for _, r in own) + 0.5, sum(s for s, _ in own), len(own))
-            )
+            num_relevant = sum(r for _, r in own)
+            total = sum(s for s, _ in own)
+            bins.append((len(own) + 1, num_relevant + 0.5, total, len(own)))
     return [(total / size, right / weight) for weight, right, total, size in pooled(bins)]
 
 
@@ -82,9 +82,8 @@ def test_it_finds_the_probability_that_was_drawn_from(rng: np.random.Generator) 
     assert found is not None and len(found.scores) > 20
     at = np.linspace(-1.5, 2, 50)
     assert np.abs(found.of(at) - 1 / (1 + np.exp(2 - 1.5 * at))).max() < 0.05
-    assert found.of(score[np.isfinite(score)]).mean() == pytest.approx(
-        relevant[np.isfinite(score)].mean(), abs=0.01
-    )
+    expected = relevant[np.isfinite(score)].mean()
+    assert found.of(score[np.isfinite(score)]).mean() == pytest.approx(expected, abs=0.01)
 
 
 def test_a_higher_score_is_never_less_likely(rng: np.random.Generator) -> None:
@@ -95,8 +94,11 @@ def test_a_higher_score_is_never_less_likely(rng: np.random.Generator) -> None:
         for scores in (at, at.reshape(50, 10)):
             likely = found.of(scores)
             assert likely.dtype == np.float64 and likely.shape == scores.shape
-            assert (np.diff(likely.ravel()) >= 0).all() and likely.min() > 0 and likely.max() < 1
-        assert found.of(np.array([-np.inf, np.inf])).tolist() == found.of(at[[0, -1]] * 99).tolist()
+            assert (np.diff(likely.ravel()) >= 0).all()
+            assert likely.min() > 0
+            assert likely.max() < 1
+        ends = found.of(at[[0, -1]] * 99)
+        assert found.of(np.array([-np.inf, np.inf])).tolist() == ends.tolist()
 
 
 def test_one_score_all_relevant_none_and_too_few() -> None:
@@ -106,7 +108,8 @@ def test_one_score_all_relevant_none_and_too_few() -> None:
     assert found == Calibration(scores=[0.25], probabilities=[0.5])
     rising = np.arange(300, dtype=np.float32).reshape(30, 10)
     sure = fit_calibration(rising, np.ones((30, 10), dtype=bool))
-    assert sure is not None and 0.95 < sure.of(rising).min() <= sure.of(rising).max() < 1
+    assert sure is not None
+    assert 0.95 < sure.of(rising).min() <= sure.of(rising).max() < 1
     assert fit_calibration(rising, np.zeros((30, 10), dtype=bool)) is None
     few = np.arange(300).reshape(30, 10) >= 300 - LEAST_RELEVANT
     assert fit_calibration(rising, few) is not None
@@ -122,7 +125,8 @@ def test_it_is_the_same_out_of_json(rng: np.random.Generator) -> None:
     assert found is not None
     again = Calibration.model_validate_json(json.dumps(found.model_dump()))
     at = rng.normal(size=200)
-    assert again == found and again.of(at).tolist() == found.of(at).tolist()
+    assert again == found
+    assert again.of(at).tolist() == found.of(at).tolist()
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,8 @@ def test_inner_product_is_the_blend(rng, space, with_bias, normalize):
     labels = label_vectors(de_LD, clf_LD, bias, space, normalize)
     queries = heads_of(de_LD, clf_LD, bias, space, normalize, weight).queries(de_BD, clf_BD)
     assert labels.dtype == queries.dtype == np.float32
-    assert labels.shape[1] == queries.shape[1] == width(5, space, normalize, with_bias)
+    assert labels.shape[1] == queries.shape[1]
+    assert queries.shape[1] == width(5, space, normalize, with_bias)
     scores = queries @ labels.T
     for b in range(len(queries)):
         for j in range(len(labels)):
@@ -82,7 +83,8 @@ def test_only_the_heads_that_are_needed(rng):
 
 def test_rows_of_zeros_stay_zeros():
     rows = np.array([[0, 0], [3, 4]], dtype=np.float32)
-    assert np.array_equal(unit_rows(rows), np.array([[0, 0], [0.6, 0.8]], dtype=np.float32))
+    expected = np.array([[0, 0], [0.6, 0.8]], dtype=np.float32)
+    assert np.array_equal(unit_rows(rows), expected)
     heads = heads_of(None, rows, None, "clf", True)
     found = heads.found_scores(heads.queries(None, rows[1:]), np.array([[0, 1]]))
     assert np.array_equal(found, np.array([[0, 1]], dtype=np.float32))
@@ -117,7 +119,8 @@ def test_scores_of_some_pairs_are_those_of_all(rng, monkeypatch, space, with_bia
     queries = heads.queries(de_BD, clf_BD)
     all_BL = queries @ label_vectors(de_LD, clf_LD, bias, space, normalize).T
     asked = rng.random(all_BL.shape) < 0.4
-    asked[2], asked[5] = False, True
+    asked[2] = False
+    asked[5] = True
     query_P, label_P = np.nonzero(asked)
     for at_once in (4096, 1, 7):
         monkeypatch.setattr(heads_module, "_PAIRS_AT_ONCE", at_once)
@@ -126,7 +129,8 @@ def test_scores_of_some_pairs_are_those_of_all(rng, monkeypatch, space, with_bia
         np.testing.assert_allclose(scores, all_BL[asked], rtol=1e-5, atol=1e-6)
     nothing = np.zeros(0, dtype=np.int64)
     assert heads.pair_scores(queries, nothing, nothing).shape == (0,)
-    assert heads.pair_scores(queries[:0], nothing, nothing).shape == (0,)
+    shape = heads.pair_scores(queries[:0], nothing, nothing).shape
+    assert shape == (0,)
 
 
 def test_one_head_in_the_space_of_both(rng):

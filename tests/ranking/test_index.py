@@ -27,7 +27,14 @@ def _random(
 
 
 @pytest.mark.parametrize(
-    ("num_labels", "dim", "k"), [(1, 1, 1), (1, 8, 5), (50, 3, 50), (300, 16, 10), (300, 16, 400)]
+    ("num_labels", "dim", "k"),
+    [
+        (1, 1, 1),
+        (1, 8, 5),
+        (50, 3, 50),
+        (300, 16, 10),
+        (300, 16, 400),
+    ],
 )
 def test_flat_is_exact(rng, num_labels, dim, k):
     vectors, queries = _random(rng, num_labels, dim, 33)
@@ -41,7 +48,8 @@ def test_flat_is_exact(rng, num_labels, dim, k):
     )
     np.testing.assert_allclose(scores[:, :found], expected_scores, rtol=1e-4, atol=1e-5)
     assert recall_with_ties(labels, expected, scores, expected_scores) == 1.0
-    assert (labels[:, found:] == -1).all() and np.isneginf(scores[:, found:]).all()
+    assert (labels[:, found:] == -1).all()
+    assert np.isneginf(scores[:, found:]).all()
     assert all(len(set(row[:found])) == found for row in labels.tolist())
     torch_scores, torch_labels = exact_search(queries, vectors, k)
     np.testing.assert_allclose(scores, torch_scores, rtol=1e-4, atol=1e-5)
@@ -98,19 +106,23 @@ def test_saved_and_loaded_it_answers_the_same(rng, tmp_path, kind):
     index = LabelIndex.build(vectors, kind=kind, links=8)
     index.save(tmp_path / "index.faiss")
     loaded = LabelIndex.load(tmp_path / "index.faiss", 400, 12, kind=kind)
-    assert (loaded.num_labels, loaded.dim, loaded.kind) == (400, 12, kind)
+    assert loaded.num_labels == 400
+    assert loaded.dim == 12
+    assert loaded.kind == kind
     for got, expected in zip(loaded.search(queries, 7), index.search(queries, 7), strict=True):
         assert np.array_equal(got, expected)
     LabelIndex.build(vectors, kind=kind, links=8).save(tmp_path / "again.faiss")
     assert (tmp_path / "again.faiss").read_bytes() == (tmp_path / "index.faiss").read_bytes()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["again.faiss", "index.faiss"]
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == ["again.faiss", "index.faiss"]
 
 
 def test_hnsw_of_one_label(rng, tmp_path):
     vectors, queries = _random(rng, 1, 4, 3)
     LabelIndex.build(vectors, kind="hnsw").save(tmp_path / "x")
     scores, labels = LabelIndex.load(tmp_path / "x", 1, 4, kind="hnsw").search(queries, 2)
-    assert labels.tolist() == [[0, -1]] * 3 and np.isneginf(scores[:, 1]).all()
+    assert labels.tolist() == [[0, -1]] * 3
+    assert np.isneginf(scores[:, 1]).all()
 
 
 @pytest.mark.parametrize("kind", ["flat", "hnsw"])
@@ -159,7 +171,13 @@ def test_damaged_files_are_refused(rng, tmp_path, kind):
         with pytest.raises(ArtifactError, match=r"index\.faiss"):
             LabelIndex.load(path, 200, 8, kind=kind)
     path.write_bytes(whole)
-    for labels, dim in ((199, 8), (201, 8), (200, 7), (200, 9), (100, 16)):
+    for labels, dim in (
+        (199, 8),
+        (201, 8),
+        (200, 7),
+        (200, 9),
+        (100, 16),
+    ):
         with pytest.raises(ArtifactError, match=r"index\.faiss"):
             LabelIndex.load(path, labels, dim, kind=kind)
     with pytest.raises(ArtifactError):
@@ -198,7 +216,8 @@ def test_a_flipped_byte_never_breaks_the_process(rng, tmp_path):
             refused += 1
             continue
         labels = index.search(queries, 6)[1]
-        assert labels.max() < 120 and labels.min() >= -1
+        assert labels.max() < 120
+        assert labels.min() >= -1
     assert refused > 100
 
 

@@ -28,7 +28,13 @@ pytest.importorskip("faiss")
 # not a multiple of what a code holds
 DIM = 13
 LABELS = 700
-THOROUGH = {"rescore": 3, "probes": 10**6, "search": 600, "links": 8, "lists": 20}
+THOROUGH = {
+    "rescore": 3,
+    "probes": 10**6,
+    "search": 600,
+    "links": 8,
+    "lists": 20,
+}
 """Settings with which every kind looks at (nearly) all: what differs then is a fault."""
 
 
@@ -44,7 +50,12 @@ def test_the_parameters_name_the_same_kinds():
 
 
 @pytest.mark.parametrize(
-    ("kind", "instead"), [("sq8", "pq,"), ("hnsw-sq8", "pq or hnsw"), ("ivf-sq8", "ivf-pq")]
+    ("kind", "instead"),
+    [
+        ("sq8", "pq,"),
+        ("hnsw-sq8", "pq or hnsw"),
+        ("ivf-sq8", "ivf-pq"),
+    ],
 )
 def test_a_kind_of_before_is_refused_with_what_takes_its_place(kind, instead):
     with pytest.raises(ConfigError, match=f"index.kind(.|\n)*expected: {instead}"):
@@ -63,13 +74,20 @@ def test_scores_are_exact_and_most_is_found(rng, kind):
     )
     exact = np.take_along_axis(queries @ vectors.T, labels, axis=1)
     np.testing.assert_allclose(scores, exact, rtol=1e-4, atol=1e-4)
-    assert (np.diff(scores, axis=1) <= 0).all() and all(
-        len(set(row)) == 15 for row in labels.tolist()
-    )
+    assert (np.diff(scores, axis=1) <= 0).all()
+    assert all(len(set(row)) == 15 for row in labels.tolist())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("num_labels", "dim"), [(1, 1), (3, 5), (30, 4), (90, 7)])
+@pytest.mark.parametrize(
+    ("num_labels", "dim"),
+    [
+        (1, 1),
+        (3, 5),
+        (30, 4),
+        (90, 7),
+    ],
+)
 def test_few_labels_are_all_found(rng, kind, num_labels, dim):
     """So few that a compressed index scores them all, and a graph can link each with each; more
     results than labels.
@@ -81,7 +99,8 @@ def test_few_labels_are_all_found(rng, kind, num_labels, dim):
     scores, labels = index.search(queries, num_labels + 2)
     wanted_scores, wanted = slow_search(queries, vectors, num_labels)
     assert recall_with_ties(labels, wanted, scores, wanted_scores.astype(np.float32)) == 1.0
-    assert (labels[:, num_labels:] == -1).all() and np.isneginf(scores[:, num_labels:]).all()
+    assert (labels[:, num_labels:] == -1).all()
+    assert np.isneginf(scores[:, num_labels:]).all()
 
 
 @pytest.mark.parametrize("kind", sorted(COMPRESSED))
@@ -100,7 +119,9 @@ def test_more_candidates_find_more(rng):
         recall(index.with_options(rescore=factor).search(queries, 100)[1], wanted)
         for factor in (1, 4, 16)
     ]
-    assert found == sorted(found) and found[0] < found[2] and found[2] > 0.97
+    assert found == sorted(found)
+    assert found[0] < found[2]
+    assert found[2] > 0.97
     assert index.options.rescore == 1
 
 
@@ -112,7 +133,9 @@ def test_saved_and_mapped_it_answers_the_same(rng, tmp_path, kind):
     path = tmp_path / "index.faiss"
     index.save(path)
     loaded = LabelIndex.load(path, LABELS, DIM, kind, index.options, vectors)
-    assert (loaded.num_labels, loaded.dim, loaded.kind) == (LABELS, DIM, kind)
+    assert loaded.num_labels == LABELS
+    assert loaded.dim == DIM
+    assert loaded.kind == kind
     for got, expected in zip(loaded.search(queries, 7), index.search(queries, 7), strict=True):
         assert np.array_equal(got, expected)
     LabelIndex.build(vectors, kind, **THOROUGH).save(tmp_path / "again.faiss")
@@ -172,7 +195,8 @@ def test_a_flipped_byte_never_breaks_the_process(rng, tmp_path, kind):
             refused += 1
             continue
         labels = index.search(queries, 6)[1]
-        assert labels.max() < 120 and labels.min() >= -1
+        assert labels.max() < 120
+        assert labels.min() >= -1
     assert refused > 20
 
 
@@ -203,9 +227,8 @@ def test_one_query_and_many_at_once_are_answered_alike(rng, kind):
     queries = _clusters(rng, 32)
     index = LabelIndex.build(vectors, kind, rescore=2)
     together = index.search(queries, 10)[1]
-    assert np.array_equal(
-        together, np.concatenate([index.search(queries[i : i + 1], 10)[1] for i in range(32)])
-    )
+    expected = np.concatenate([index.search(queries[i : i + 1], 10)[1] for i in range(32)])
+    assert np.array_equal(together, expected)
 
 
 def test_many_lists(rng, tmp_path):
@@ -221,7 +244,8 @@ def test_many_lists(rng, tmp_path):
     assert recall(index.with_options(probes=num // 4).search(queries, 10)[1], wanted) > 0.85
     index.save(tmp_path / "index.faiss")
     loaded = LabelIndex.load(tmp_path / "index.faiss", 9600, 16, "ivf-pq", index.options, rows)
-    assert np.array_equal(loaded.search(queries, 10)[1], index.search(queries, 10)[1])
+    expected = index.search(queries, 10)[1]
+    assert np.array_equal(loaded.search(queries, 10)[1], expected)
 
 
 def test_labels_in_two_lists_each_as_in_older_bundles(rng, tmp_path):

@@ -35,11 +35,15 @@ def test_what_is_measured(rng, monkeypatch):
     vectors, queries = (rng.normal(size=(n, 32)).astype(np.float32) for n in (2500, 12))
     measured = tune(as_heads(vectors), queries, 100, ["flat", "pq"])
     chosen = min((one for one in measured if one.recall >= 0.97), key=lambda one: one.p50_ms)
-    assert chosen.kind == "pq" and chosen.p50_ms == pytest.approx(10 * chosen.options["rescore"])
+    assert chosen.kind == "pq"
+    expected = 10 * chosen.options["rescore"]
+    assert chosen.p50_ms == pytest.approx(expected)
     best = LabelIndex.build(vectors, "pq", **chosen.options)
     exact = ExactIndex(as_heads(vectors)).search(queries, 100)[1]
     assert recall(real(best, queries, 100)[1], exact) == chosen.recall
-    assert measured[0].kind == "flat" and measured[0].recall == 1.0 and measured[0].options == {}
+    assert measured[0].kind == "flat"
+    assert measured[0].recall == 1.0
+    assert measured[0].options == {}
     assert len(measured) == 1 + 3 * 6
 
 
@@ -50,11 +54,17 @@ def test_what_suits_the_number_of_labels():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_settings_go_from_quick_to_thorough(rng, kind):
-    index = LabelIndex.build(rng.normal(size=(900, 8)).astype(np.float32), kind, lists=64, links=4)
+    index = LabelIndex.build(
+        rng.normal(size=(900, 8)).astype(np.float32),
+        kind,
+        lists=64,
+        links=4,
+    )
     found = search_settings(index, 20)
     assert all(found) or kind == "flat"
     values = [tuple(reversed(setting.values())) for setting in found]
-    assert values == sorted(set(values)) and all(index.with_options(**setting) for setting in found)
+    assert values == sorted(set(values))
+    assert all(index.with_options(**setting) for setting in found)
     assert search_settings(index, 10_000)
 
 
@@ -77,7 +87,8 @@ def test_the_command(rng, tmp_path, monkeypatch, capsys):
 
     assert run("--kinds", "pq,flat", "--json", "--queries", "9") == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["chosen"]["recall"] == 1.0 and found["queries"] == "3 queries"
+    assert found["chosen"]["recall"] == 1.0
+    assert found["queries"] == "3 queries"
     assert found["params"]["index.kind"] == found["chosen"]["kind"]
     assert (
         min(found["measured"], key=lambda one: one["p50_ms"] if one["recall"] >= 0.98 else 1e9)

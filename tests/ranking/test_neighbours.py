@@ -108,8 +108,10 @@ def test_votes_are_those_of_a_loop(rng, vote, num_train, num_labels, share, num)
     query_BD[3] = 0  # no direction at all
     query_BD[4] = -neighbours.vectors_MD.astype(np.float32).mean(axis=0)  # away from most of them
     votes = neighbours.votes(query_BD, num)
-    assert votes.shape == (11, num_labels) and votes.score_N.dtype == np.float32
-    assert (votes.score_N > 0).all() and (np.diff(votes.key_N) > 0).all()
+    assert votes.shape == (11, num_labels)
+    assert votes.score_N.dtype == np.float32
+    assert (votes.score_N > 0).all()
+    assert (np.diff(votes.key_N) > 0).all()
     for i, row in enumerate(dense_votes(votes)):
         expected = slow_votes(query_BD[i], neighbours.vectors_MD, labels, num_labels, num, vote)
         np.testing.assert_allclose(
@@ -117,7 +119,8 @@ def test_votes_are_those_of_a_loop(rng, vote, num_train, num_labels, share, num)
         )
         assert vote == "ridge" or row.max() == (1 if any(expected) else 0)
     cosine, rows = neighbours.nearest(query_BD, num)
-    assert cosine.shape == rows.shape == (11, min(num, num_train)) and rows.min() >= 0
+    assert cosine.shape == rows.shape == (11, min(num, num_train))
+    assert rows.min() >= 0
     assert (np.diff(cosine, axis=1) <= 0).all()
 
 
@@ -130,7 +133,8 @@ def test_no_queries_and_only_opposite_neighbours():
     opposite = Encoded(-np.ones((2, 3), dtype=np.float32), None)
     assert (Voting(neighbours=neighbours, num=2).rank(opposite, 4).rows == -1).all()
     many = dense_votes(neighbours.votes(np.array([[3, 2, 1]], dtype=np.float32), 2))
-    np.testing.assert_allclose(many, [[1, 4 / 9, 0]], rtol=1e-5)
+    expected = [[1, 4 / 9, 0]]
+    np.testing.assert_allclose(many, expected, rtol=1e-5)
 
 
 def test_a_label_of_a_neighbour_is_one_vote_however_relevant(rng):
@@ -205,24 +209,24 @@ def test_candidates_are_enough_for_the_best_of_all_labels(rng, weight, excluding
                 ranked.rows[b, : len(best)][sure].tolist()
                 == np.array(best, dtype=int)[sure].tolist()
             )
-            assert (ranked.rows[b, len(best) :] == -1).all() and (
-                ranked.scores[b, len(best) :] == -np.inf
-            ).all()
+            assert (ranked.rows[b, len(best) :] == -1).all()
+            assert (ranked.scores[b, len(best) :] == -np.inf).all()
             at = ranked.rows[b, : len(best)]
             np.testing.assert_array_equal(ranked.knn_scores[b, : len(best)], votes_BL[b, at])
             assert np.isnan(ranked.knn_scores[b, len(best) :]).all()
 
 
 def test_votes_alone_are_sorted_votes(rng):
-    votes_BL = np.where(rng.random((9, 14)) < 0.4, np.round(rng.random((9, 14)), 1), 0).astype(
-        np.float32
-    )
+    has_vote_BL = rng.random((9, 14)) < 0.4
+    vote_BL = np.round(rng.random((9, 14)), 1)
+    votes_BL = np.where(has_vote_BL, vote_BL, 0).astype(np.float32)
     keys = np.flatnonzero(rng.random(votes_BL.size) < 0.2)
     left = votes_BL.copy()
     left.ravel()[keys] = 0
     ranked = votes_alone(PairScores.of(csr_matrix(votes_BL)), 5, keys)
     for b, row in enumerate(left):
-        best = [j for j in sorted(range(14), key=lambda j: (-row[j], j)) if row[j] > 0][:5]
+        in_order = sorted(range(14), key=lambda j: (-row[j], j))
+        best = [j for j in in_order if row[j] > 0][:5]
         assert ranked.rows[b].tolist() == best + [-1] * (5 - len(best))
 
 
@@ -308,9 +312,8 @@ def test_votes_can_lift_a_label_far_below_the_heads_best(rng, tmp_path):
     found = bundle.ranker.rank(Encoded(de, clf), 1)
     _, by_heads = bundle.index.search(np.concatenate([de, np.float32(0.5) * clf], axis=1), 1)
     votes = bundle.neighbours.votes(de, 7)
-    assert (found.knn_scores[dense_votes(votes).any(axis=1)] == 1).all() and (
-        found.rows != by_heads
-    ).any()
+    assert (found.knn_scores[dense_votes(votes).any(axis=1)] == 1).all()
+    assert (found.rows != by_heads).any()
 
 
 @pytest.mark.usefixtures("stub_model")
@@ -321,8 +324,10 @@ def test_the_batch_and_what_is_excluded_do_not_change_a_score(rng, tmp_path):
     np.testing.assert_allclose(whole.scores, pieces.scores, rtol=1e-5, atol=1e-6)
     free = bundle.predict(["red car"], k=12)[0]
     less = bundle.predict(["red car"], k=12, exclude=[free.labels[:2]])[0]
-    assert less.labels == free.labels[2:] and less.knn_scores == free.knn_scores[2:]
-    np.testing.assert_allclose(less.scores, free.scores[2:], rtol=1e-6)
+    assert less.labels == free.labels[2:]
+    assert less.knn_scores == free.knn_scores[2:]
+    expected = free.scores[2:]
+    np.testing.assert_allclose(less.scores, expected, rtol=1e-6)
     (tmp_path / "in.csv").write_text("query\nred car\nan old house\n")
     predict_file(bundle, tmp_path / "in.csv", tmp_path / "out.jsonl", k=2)
     lines = [
@@ -354,11 +359,10 @@ def test_what_is_written_is_read_and_two_writings_are_the_same(tmp_path):
     }
     read = bundle.neighbours
     np.testing.assert_array_equal(read.vectors_MD, own.vectors_MD)
-    assert read.vectors_MD.dtype == np.float16 and (read.labels_ML != own.labels_ML).nnz == 0
-    assert (
-        read.uids.to_pylist() == [f"Q{m}" for m in range(30)]
-        and read.titles.to_pylist() == own.titles.to_pylist()
-    )
+    assert read.vectors_MD.dtype == np.float16
+    assert (read.labels_ML != own.labels_ML).nnz == 0
+    assert read.uids.to_pylist() == [f"Q{m}" for m in range(30)]
+    assert read.titles.to_pylist() == own.titles.to_pylist()
     write_tiny_bundle(tmp_path / "none" / "b", np.random.default_rng(5))
     without = Bundle.load(tmp_path / "none" / "b")
     assert without.neighbours is None and without.info.knn is None
@@ -431,7 +435,10 @@ def test_arrays_that_lead_outside_are_refused(voting):
     low = labels.copy()
     late = indptr.copy()
     back = indptr.copy()
-    high[0], low[-1], late[-1], back[3] = 12, -1, len(labels) + 5, indptr[-1] + 1
+    high[0] = 12
+    low[-1] = -1
+    late[-1] = len(labels) + 5
+    back[3] = indptr[-1] + 1
     start = indptr.copy()
     start[0] = 1
     inf = vectors.copy()

@@ -91,7 +91,10 @@ CASES = [
 
 
 def _close(got, expected, tolerance: float = 2e-5) -> None:
-    for ours, theirs in ((got.de_BD, expected.de_BD), (got.clf_BD, expected.clf_BD)):
+    for ours, theirs in (
+        (got.de_BD, expected.de_BD),
+        (got.clf_BD, expected.clf_BD),
+    ):
         assert (ours is None) == (theirs is None)
         if ours is not None:
             assert ours.dtype == np.float32 and ours.flags.c_contiguous
@@ -112,11 +115,11 @@ def test_encodes_as_the_model(bundled, case):
     _close(whole, expected)
     for row in range(len(TEXTS)):
         _close(fast.encode([texts[row]]), expected.take(np.array([row])))
-    assert expected.unknown_B[3] > 0 and expected.unknown_B[0] == 0
+    assert expected.unknown_B[3] > 0
+    assert expected.unknown_B[0] == 0
     nothing = fast.encode([])
-    assert len(nothing) == 0 and (
-        nothing.de_BD is None or nothing.de_BD.shape == (0, case.get("dim", 8))
-    )
+    assert len(nothing) == 0
+    assert nothing.de_BD is None or nothing.de_BD.shape == (0, case.get("dim", 8))
 
 
 def test_eight_bits(bundled):
@@ -143,7 +146,8 @@ def test_inception_is_encoded_by_torch_alone(bundled, caplog):
     torch.set_num_threads(before)
     assert encoder.name == "torch" and "only torch" in caplog.text
     whole = encoder.encode(TEXTS)
-    assert whole.clf_BD.dtype == np.float32 and np.isfinite(whole.clf_BD).all()
+    assert whole.clf_BD.dtype == np.float32
+    assert np.isfinite(whole.clf_BD).all()
     for row, text in enumerate(TEXTS):
         np.testing.assert_allclose(
             encoder.encode([text]).clf_BD[0], whole.clf_BD[row], rtol=1e-4, atol=1e-5
@@ -157,7 +161,8 @@ def _bundle_of(model: UniDEC, about: ModelConfig) -> SimpleNamespace:
 def test_what_is_opened(bundled, caplog, monkeypatch):
     bundle = _bundle_of(*bundled(kind="both", trainable_layers=0))
     before = torch.get_num_threads()
-    assert open_encoder(bundle, "torch", 1).name == "torch" and torch.get_num_threads() == 1
+    assert open_encoder(bundle, "torch", 1).name == "torch"
+    assert torch.get_num_threads() == 1
     torch.set_num_threads(before)
     assert (
         open_encoder(bundle, "onnx", 1).name == "onnx"
@@ -195,7 +200,8 @@ def test_an_architecture_without_a_graph_leaves_none(bundled, monkeypatch, caplo
     monkeypatch.setattr(onnx_export, "TOLERANCE", 0.0)
     with caplog.at_level(logging.WARNING):
         model, about = bundled(kind="transformer", trainable_layers=-1)
-    assert "no ONNX graph" in caplog.text and not list(about.folder.glob("*.onnx*"))
+    assert "no ONNX graph" in caplog.text
+    assert not list(about.folder.glob("*.onnx*"))
     assert open_encoder(_bundle_of(model, about)).name == "torch"
 
 
@@ -212,7 +218,14 @@ def test_tokens_and_places_that_the_weights_do_not_have_are_refused_at_once(bund
             FastEncoder(ModelConfig.read(about.folder), None)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[6]], ids=["both", "bag"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASES[0],
+        CASES[6],
+    ],
+    ids=["both", "bag"],
+)
 def test_weights_of_another_shape_or_name_are_refused(bundled, case):
     _, about = bundled(**case)
     weights = load_file(about.folder / "model.safetensors")

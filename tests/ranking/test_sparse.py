@@ -52,7 +52,15 @@ def test_the_top_of_each_row(dense, count):
     assert not PairScores.none((3, 4)).top(count).any()
 
 
-@pytest.mark.parametrize("shape", [(4, 5, 9), (1, 5, 9), (0, 5, 9), (3, 1, 1)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (4, 5, 9),
+        (1, 5, 9),
+        (0, 5, 9),
+        (3, 1, 1),
+    ],
+)
 def test_products_of_sparse_rows(rng, dense, shape):
     num_queries, num_rows, num_columns = shape
     other = csr_matrix(dense[:num_rows, :num_columns])
@@ -62,8 +70,10 @@ def test_products_of_sparse_rows(rng, dense, shape):
         )
     )
     got = dense_votes(SparseRows(other).product(left.astype(np.float32)))
-    assert got.dtype == np.float32 and got.shape == (num_queries, num_columns)
-    np.testing.assert_allclose(got, left.toarray() @ other.toarray(), rtol=1e-5, atol=1e-6)
+    assert got.dtype == np.float32
+    assert got.shape == (num_queries, num_columns)
+    expected = left.toarray() @ other.toarray()
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_entries_of_rows_in_any_order(dense):
@@ -71,5 +81,6 @@ def test_entries_of_rows_in_any_order(dense):
     place, column, value = SparseRows(csr_matrix(dense)).entries(rows)
     for at, row in enumerate(rows):
         here = place == at
-        np.testing.assert_array_equal(column[here], np.flatnonzero(dense[row]))
+        expected = np.flatnonzero(dense[row])
+        np.testing.assert_array_equal(column[here], expected)
         np.testing.assert_array_equal(value[here], dense[row][dense[row] > 0])

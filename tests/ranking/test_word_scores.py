@@ -66,14 +66,18 @@ def test_a_query_that_is_left_out_is_read_as_if_it_were_not_there(voters):
 
 def test_queries_with_the_same_words_and_labels_are_left_out_one_at_a_time(voters):
     vectors = voters.vectors_MD[[5, 5, 7, 8]]
-    labels = csr_matrix(np.eye(len(TITLES))[[2, 2, 2, 4]] + np.eye(len(TITLES))[[3, 3, 5, 4]])
+    one_hot = np.eye(len(TITLES))
+    labels = csr_matrix(one_hot[[2, 2, 2, 4]] + one_hot[[3, 3, 5, 4]])
     texts = [str(i) for i in range(4)]
     parts = (vectors, labels, texts, texts, voters.vote, voters.words, voters.label_words_LF)
     few = Neighbours(*parts)
     all_but_first = without(Neighbours(*parts), 0)
-    own = WordScorer(few, VOTING).score(few.vectors_MD[:1], np.array([0])).features(*every_pair(1))
-    wanted = WordScorer(all_but_first, VOTING).score(few.vectors_MD[:1]).features(*every_pair(1))
-    np.testing.assert_allclose(own, wanted, atol=2e-3)
+    first = few.vectors_MD[:1]
+    own = WordScorer(few, VOTING).score(first, np.array([0]))
+    wanted = WordScorer(all_but_first, VOTING).score(first)
+    pairs = every_pair(1)
+    expected = wanted.features(*pairs)
+    np.testing.assert_allclose(own.features(*pairs), expected, atol=2e-3)
 
 
 def test_queries_without_words_or_labels_have_no_candidates(voters):
@@ -143,7 +147,8 @@ def test_candidates_are_the_best_by_each_score(voters, monkeypatch):
             }
             wanted |= certain
     got = scores.candidates()
-    assert (np.diff(got) > 0).all() and wanted <= set(got.tolist())
+    assert (np.diff(got) > 0).all()
+    assert wanted <= set(got.tolist())
     assert len(got) <= 6 * (2 + 1 + 3)
 
 
@@ -155,7 +160,9 @@ def training_data(voters: Neighbours, rng: np.random.Generator, num: int) -> Nei
     shared = np.array([[len(set(text) & set(title.split())) for title in TITLES] for text in texts])
     space = voters.words
     place = {title: row for row, title in enumerate(TITLES)}
-    assert space is not None and voters.label_words_LF is not None and len(place) == len(TITLES)
+    assert space is not None
+    assert voters.label_words_LF is not None
+    assert len(place) == len(TITLES)
     unit = np.zeros((num, space.num_columns), dtype=np.float32)
     for row, text in enumerate(texts):  # a mean of labels' vectors that have the word
         for word in text:
@@ -194,9 +201,8 @@ def test_the_network_by_words_ranks_better_than_each_score(voters, rng, monkeypa
     scorer = WordScorer(trained, VOTING)
     none = np.zeros(0, np.int64)
     network = fit_word_network(scorer, none)
-    assert network is not None and len(network.mean) == len(WORD_FEATURES) * (
-        2 if data.words.head else 1
-    )
+    assert network is not None
+    assert len(network.mean) == len(WORD_FEATURES) * (2 if data.words.head else 1)
     scores = scorer.score(data.vectors_MD[new])
     truth = data.labels_ML[new].toarray() > 0
 
@@ -205,9 +211,8 @@ def test_the_network_by_words_ranks_better_than_each_score(voters, rng, monkeypa
 
     ranked = network.scores(scores.features(*every_pair(len(new)))).reshape(truth.shape)
     parts = [dense_votes(part) for part in (scores.votes, scores.by_label, scores.by_queries)]
-    assert (
-        first_is_right(ranked) >= max(map(first_is_right, parts)) and first_is_right(ranked) > 0.9
-    )
+    assert first_is_right(ranked) >= max(map(first_is_right, parts))
+    assert first_is_right(ranked) > 0.9
     assert network == fit_word_network(scorer, none) != fit_word_network(scorer, none, seed=1)
     monkeypatch.setattr(fusion, "_QUERIES_AT_ONCE", 7)  # blocks change nothing but rounding
     np.testing.assert_allclose(fit_word_network(scorer, none).mean, network.mean, atol=1e-4)
@@ -269,8 +274,10 @@ def test_first_words_are_read_as_if_texts_ended_there(tmp_path, rng, monkeypatch
         whole = scorer.score(both.vectors_MD, left_out, first_words=False).features(
             *every_pair(len(rows))
         )
-        np.testing.assert_array_equal(whole, got[:, : len(WORD_FEATURES)])
+        expected = got[:, : len(WORD_FEATURES)]
+        np.testing.assert_array_equal(whole, expected)
     assert scorer.queries_at_once == WordScorer(alone, VOTING).queries_at_once == 256
     monkeypatch.setattr(fusion, "_BLOCK_SCORES", 60 * len(TITLES))
     # twice as many scores
-    assert (scorer.queries_at_once, WordScorer(alone, VOTING).queries_at_once) == (10, 20)
+    assert scorer.queries_at_once == 10
+    assert WordScorer(alone, VOTING).queries_at_once == 20

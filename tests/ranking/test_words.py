@@ -78,7 +78,14 @@ def vocabulary(tiny_bert: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("num_texts", "num_tokens"), [(0, 30), (1, 30), (40, 12), (40, 60), (1500, 60)]
+    ("num_texts", "num_tokens"),
+    [
+        (0, 30),
+        (1, 30),
+        (40, 12),
+        (40, 60),
+        (1500, 60),
+    ],
 )
 def test_as_dictionaries_of_strings_say(rng, tiny_bert, vocabulary, num_texts, num_tokens):
     # few tokens: many texts share words and pairs; in 1,500 texts some words are everywhere
@@ -96,9 +103,9 @@ def test_as_dictionaries_of_strings_say(rng, tiny_bert, vocabulary, num_texts, n
         assert len(idf) < len({feature for text in pieces for feature in features_of(text)})
     own = space.vectors(*ragged(texts))
     found = space.vectors(*ragged(others))
-    assert (
-        own.dtype == np.float32 and own.shape == (num_texts, len(idf)) and found.has_sorted_indices
-    )
+    assert own.dtype == np.float32
+    assert own.shape == (num_texts, len(idf))
+    assert found.has_sorted_indices
     slow_own, slow_found = (
         [slow_vector(text, idf) for text in group] for group in (pieces[:60], strange)
     )
@@ -111,13 +118,12 @@ def test_as_dictionaries_of_strings_say(rng, tiny_bert, vocabulary, num_texts, n
 
 
 def test_the_order_of_a_pair_matters_and_no_pair_spans_two_texts(tiny_bert, vocabulary):
-    a, b = [i for i, piece in enumerate(vocabulary) if piece.isalpha() and len(piece) > 3][:2]
-    space = WordSpace.fit(
-        tiny_bert, *ragged([np.array([a, b]), np.array([a, b]), np.array([b]), np.array([a])])
-    )
+    words = [i for i, piece in enumerate(vocabulary) if piece.isalpha() and len(piece) > 3]
+    pair = np.array(words[:2])
+    space = WordSpace.fit(tiny_bert, *ragged([pair, pair, pair[1:], pair[:1]]))
     # two words, one pair: "b a" stands nowhere, and ends of texts are ends
     assert space.num_features == 3
-    forward, back = space.vectors(*ragged([np.array([a, b]), np.array([b, a])]))
+    forward, back = space.vectors(*ragged([pair, pair[::-1]]))
     assert (forward.nnz, back.nnz) == (3, 2)
 
 
@@ -142,12 +148,22 @@ def test_the_largest_of_each_row_and_the_first_of_equals(rng, levels):
     for num in (1, 4, 17):
         values, columns = DenseScores(score).best(num)
         for row, got, at in zip(score, values, columns, strict=True):
-            best = [j for j in sorted(range(17), key=lambda j: (-row[j], j)) if row[j] > 0][:num]
+            best = [j for j in nearest_first(row, num) if row[j] > 0]
             missing = num - len(best)
-            assert (
-                at.tolist() == best + [-1] * missing
-                and got.tolist() == row[best].tolist() + [0.0] * missing
-            )
+            assert at.tolist() == best + [-1] * missing
+            assert got.tolist() == row[best].tolist() + [0.0] * missing
+
+
+def nearest_first(row, num):
+    """The largest, of equals the first."""
+    return sorted(range(len(row)), key=lambda m: (-row[m], m))[:num]
+
+
+def ridge_votes(row, kernel, target, num):
+    """(K + I)^-1 of the nearest with a word in common, their similarities and labels, one query."""
+    near = [m for m in nearest_first(row, num) if row[m] > 0]
+    inverse = np.linalg.inv(kernel[np.ix_(near, near)] + np.eye(len(near)))
+    return np.maximum(inverse @ row[near] @ target[near], 0)
 
 
 def test_neighbours_by_words_as_a_loop_says(rng, tiny_bert, vocabulary, monkeypatch):
@@ -170,8 +186,7 @@ def test_neighbours_by_words_as_a_loop_says(rng, tiny_bert, vocabulary, monkeypa
     votes = dense_votes(near.votes(query, 7))
     dense = (query @ stored.T).toarray()
     for row, got in zip(dense, votes, strict=True):
-        nearest = sorted(range(50), key=lambda m: (-row[m], m))[:7]
-        expected = sum(row[m] ** 2 * labels[m] for m in nearest)
+        expected = sum(row[m] ** 2 * labels[m] for m in nearest_first(row, 7))
         np.testing.assert_allclose(got, expected / max(expected.max(), 1e-30), atol=1e-5)
     assert not votes[-1].any()  # no word, no vote
     ridge = Neighbours(
@@ -179,11 +194,7 @@ def test_neighbours_by_words_as_a_loop_says(rng, tiny_bert, vocabulary, monkeypa
     )
     kernel = (stored @ stored.T).toarray()
     for row, got in zip(dense, dense_votes(ridge.votes(query, 7)), strict=True):
-        near = [m for m in sorted(range(50), key=lambda m: (-row[m], m))[:7] if row[m] > 0]
-        expected = (
-            np.linalg.inv(kernel[np.ix_(near, near)] + np.eye(len(near))) @ row[near] @ labels[near]
-        )
-        np.testing.assert_allclose(got, np.maximum(expected, 0), atol=1e-5)
+        np.testing.assert_allclose(got, ridge_votes(row, kernel, labels, 7), atol=1e-5)
     label_words = space.vectors(*ragged([rng.choice(len(vocabulary), 3) for _ in range(8)]))
     more = Neighbours(
         own,
@@ -203,12 +214,9 @@ def test_neighbours_by_words_as_a_loop_says(rng, tiny_bert, vocabulary, monkeypa
     dense = query @ every.T
     kernel = every @ every.T
     for row, got in zip(dense, dense_votes(more.votes(query, 20)), strict=True):
-        near = [m for m in sorted(range(58), key=lambda m: (-row[m], m))[:20] if row[m] > 0]
-        expected = (
-            np.linalg.inv(kernel[np.ix_(near, near)] + np.eye(len(near))) @ row[near] @ target[near]
-        )
-        np.testing.assert_allclose(got, np.maximum(expected, 0), atol=1e-5)
-    assert (more.nearest(query, 58)[1] >= 50).any() and more.num_queries == 50
+        np.testing.assert_allclose(got, ridge_votes(row, kernel, target, 20), atol=1e-5)
+    assert (more.nearest(query, 58)[1] >= 50).any()
+    assert more.num_queries == 50
     with pytest.raises(ValueError, match="a column for each word"):
         Neighbours(
             own[:, 1:], csr_matrix(labels), range_of("q", 50), range_of("t", 50), "square", space
@@ -255,7 +263,8 @@ def test_a_bundle_whose_training_queries_are_compared_by_words(rng, tmp_path, he
         for uid, score, vote in zip(got.labels, got.scores, got.knn_scores, strict=True):
             row = UIDS.index(uid)
             assert vote == pytest.approx(votes[row], abs=2e-3)
-            assert score == pytest.approx(heads_score[row] + 0.7 * vote, abs=1e-4)
+            expected = heads_score[row] + 0.7 * vote
+            assert score == pytest.approx(expected, abs=1e-4)
     assert len(found[0].labels) == len(TITLES)
 
 

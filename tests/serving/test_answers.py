@@ -31,20 +31,23 @@ def test_a_part_that_the_model_lacks_is_null_and_scores_are_exact() -> None:
     )
     answer = answer_of(prediction)
     found = json.loads(predict_json(MODEL, [answer.json, answer.json]))
-    assert found["model"] == {"sha256": "a", "version": None} and len(found["predictions"]) == 2
+    assert found["model"] == {"sha256": "a", "version": None}
+    assert len(found["predictions"]) == 2
     first, second = found["predictions"][1]["labels"]
     parts = {"de": score, "clf": None, "knn": None}
-    assert first == {"uid": odd, "title": "", "score": score, "probability": 0.75, **parts}
+    expected = {"uid": odd, "title": "", "score": score, "probability": 0.75, **parts}
+    assert first == expected
     assert (second["title"], second["probability"]) == (odd, 0.0)
-    assert (answer.best, answer.num_tokens, answer.unknown_tokens) == (score, 4, 1)
+    assert answer.best == score
+    assert answer.num_tokens == 4
+    assert answer.unknown_tokens == 1
 
 
 def test_no_labels_and_no_queries() -> None:
     answer = answer_of(Prediction([], [], [], [], []))
-    assert (
-        json.loads(answer.json) == {"labels": [], "unknown_tokens": 0, "unknown_filters": 0}
-        and answer.best is None
-    )
+    expected = {"labels": [], "unknown_tokens": 0, "unknown_filters": 0}
+    assert json.loads(answer.json) == expected
+    assert answer.best is None
     assert json.loads(predict_json(MODEL, [])) == {"model": json.loads(MODEL), "predictions": []}
 
 
@@ -60,11 +63,9 @@ def test_an_explanation_without_neighbours_or_votes() -> None:
         ],
     )
     found = json.loads(explain_json(MODEL, explanation))
-    assert (
-        found["weights"] == {"de": 1.0, "clf": 0.0, "knn": 0.0}
-        and found["nearest"] == []
-        and found["truncated"]
-    )
+    assert found["weights"] == {"de": 1.0, "clf": 0.0, "knn": 0.0}
+    assert found["nearest"] == []
+    assert found["truncated"]
     assert found["tokens"] == [{"piece": "xyz", "unknown": True}]
 
 
@@ -90,7 +91,8 @@ def test_a_card_of_a_bundle_without_facts(facts: dict[str, Any], num_labels: int
     titles = pa.array([f"title {i} {'y' * 9999}" for i in range(num_labels)])
     bundle: Any = SimpleNamespace(info=info, num_labels=num_labels, titles=titles, neighbours=None)
     found = card(bundle, Serve())
-    assert found["metrics"]["test"] == {"P@1": 2} and found["weights"] == {
+    assert found["metrics"]["test"] == {"P@1": 2}
+    assert found["weights"] == {
         "de": 1.0,
         "clf": 0.0,
         "knn": 0.0,

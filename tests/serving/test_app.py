@@ -145,7 +145,8 @@ def test_probabilities_are_null_where_the_bundle_does_not_know_them(folder: Path
                 reply = (await server.ask(route, asked | more)).json
                 return (reply if route == "/explain" else reply["predictions"][0])["labels"]
 
-            assert [label["probability"] for label in await answered()] == [None] * 5
+            probabilities = [label["probability"] for label in await answered()]
+            assert probabilities == [None] * 5
             engine.bundle.info = engine.bundle.info.model_copy(update={"calibration": calibration})
             for found in (await answered(), await answered("/explain")):
                 expected = [(label["score"] + 1) / 3 for label in found]
@@ -179,19 +180,19 @@ def test_every_answer_is_as_the_openapi_says(engine: Engine) -> None:
             found = await of(
                 schemas.PredictAnswer, "/predict", what={"queries": [text], "deny": ["L0", "no"]}
             )
-            assert (
-                found.predictions[0].unknown_filters == 1 and len(found.predictions[0].labels) == 5
-            )
+            assert found.predictions[0].unknown_filters == 1
+            assert len(found.predictions[0].labels) == 5
             for one in ("de", "clf"):
                 answer = await of(
                     schemas.PredictAnswer, "/predict", what={"queries": [text], "head": one}
                 )
                 scores = [label.score for label in answer.predictions[0].labels]
-                assert scores == pytest.approx(
-                    [getattr(label, one) for label in answer.predictions[0].labels], abs=1e-5
-                )
+                expected = [getattr(label, one) for label in answer.predictions[0].labels]
+                assert scores == pytest.approx(expected, abs=1e-5)
             why = (await server.ask("/explain", {"query": text, "k": 3}, headers=head)).json
-            assert why["nearest"] and [token["piece"] for token in why["tokens"]] == text.split()
+            assert why["nearest"]
+            pieces = [token["piece"] for token in why["tokens"]]
+            assert pieces == text.split()
             for label in why["labels"]:
                 parts = sum(weight * (label[name] or 0) for name, weight in why["weights"].items())
                 assert label["score"] == pytest.approx(parts, abs=1e-5)
@@ -201,13 +202,15 @@ def test_every_answer_is_as_the_openapi_says(engine: Engine) -> None:
             ]
             await of(schemas.ErrorAnswer, "/labels/nope", 404)
             version = (await server.ask("/version", headers=head)).json
-            assert (
-                version["model"]["sha256"] == engine.bundle.sha256 and list(version) == VERSION_KEYS
-            )
+            assert version["model"]["sha256"] == engine.bundle.sha256
+            assert list(version) == VERSION_KEYS
             assert list(version["model"]) == ["sha256", "name", "version", "alias", "data"]
             card = (await server.ask("/card", headers=head)).json
-            assert card["api_key"] and card["num_labels"] == 400 and len(card["examples"]) == 6
-            assert list(card) == CARD_KEYS and list(card["data"]) == ["name", "sha256", "rows"]
+            assert card["api_key"]
+            assert card["num_labels"] == 400
+            assert len(card["examples"]) == 6
+            assert list(card) == CARD_KEYS
+            assert list(card["data"]) == ["name", "sha256", "rows"]
             assert (await server.ask("/readyz")).json == {
                 "ready": True,
                 "model": version["model"],
@@ -215,13 +218,13 @@ def test_every_answer_is_as_the_openapi_says(engine: Engine) -> None:
             }
             assert (await server.ask("/healthz")).json == {"status": "alive"}
             openapi = (await server.ask("/openapi.json", headers=head)).json
-            assert openapi["paths"]["/predict"]["post"]["security"] == [{"key": []}]
+            security = openapi["paths"]["/predict"]["post"]["security"]
+            assert security == [{"key": []}]
             assert "security" not in openapi["paths"]["/readyz"]["get"]
         async with asgi.running() as server:
             not_ready = (await server.ask("/readyz")).json
-            assert (
-                list(not_ready) == ["error", "ready", "model", "follow"] and not not_ready["ready"]
-            )
+            assert list(not_ready) == ["error", "ready", "model", "follow"]
+            assert not not_ready["ready"]
             assert "security" not in json.dumps((await server.ask("/openapi.json")).json)
 
     run(main)
@@ -232,10 +235,8 @@ def test_the_openapi_has_limits_and_examples_that_are_right() -> None:
     app = asgi.AppClient(Service(settings), settings, None).app
     post = app.openapi()["paths"]["/predict"]["post"]
     body = post["requestBody"]["content"]["application/json"]
-    assert (
-        body["schema"]["properties"]["queries"]["maxItems"] == 9
-        and body["schema"]["properties"]["k"]["maximum"] == 8
-    )
+    assert body["schema"]["properties"]["queries"]["maxItems"] == 9
+    assert body["schema"]["properties"]["k"]["maximum"] == 8
     assert body["schema"]["properties"]["queries"]["items"]["maxLength"] == 77
     models = schemas.request_models(settings)
     assert models.predict.model_validate(body["example"]).k == 5

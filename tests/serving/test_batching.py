@@ -88,7 +88,8 @@ def test_requests_gather_while_the_model_works() -> None:
         await begun(model)
         jobs += [submit(batches, "e", [i]) for i in range(1, 7)]
         model.gate.set()
-        assert [await job for job in jobs] == [[2 * i] for i in range(7)]
+        expected = [[2 * i] for i in range(7)]
+        assert [await job for job in jobs] == expected
         assert [queries for _, queries in model.batches] == [[0], [1, 2, 3, 4, 5, 6]]
         await batches.stop()
 
@@ -106,7 +107,8 @@ def test_a_client_alone_never_waits_and_those_who_came_together_wait_for_others(
         await asyncio.gather(submit(batches, "e", [10]), submit(batches, "e", [11]))
         first = submit(batches, "e", [20])
         await asyncio.sleep(0.01)
-        assert await submit(batches, "e", [21]) == [42] and await first == [40]
+        assert await submit(batches, "e", [21]) == [42]
+        assert await first == [40]
         assert model.batches[-1][1] == [20, 21]
         await batches.stop()
 
@@ -151,7 +153,8 @@ def test_a_lone_query_that_is_quick_is_answered_by_the_event_loop_and_no_other_i
         model.seconds = 0.05
         await submit(batches, "e", [9])
         await submit(batches, "e", [10])
-        assert model.here() == [[2], [-1], [9]], "it keeps the loop no second time"
+        expected = [[2], [-1], [9]]
+        assert model.here() == expected, "it keeps the loop no second time"
         await batches.stop()
         assert sorted(sizes) == [1, 1, 1, 1, 1, 2, 3], (
             "each batch is counted, wherever it was answered"
@@ -167,7 +170,8 @@ def test_one_query_a_batch_of_many_waiting_keeps_the_event_loop_free() -> None:
         for i in range(2):
             await submit(batches, "e", [i])
         jobs = [submit(batches, "e", [i]) for i in range(2000)]
-        assert await asyncio.gather(*(job for job in jobs)) == [[i] for i in range(2000)]
+        expected = [[i] for i in range(2000)]
+        assert await asyncio.gather(*(job for job in jobs)) == expected
         assert model.here() in ([[1]], [[1], [1999]])
         await batches.stop()
 
@@ -189,7 +193,8 @@ def test_a_large_request_leaves_room_for_small_ones() -> None:
             "the small ones are in the first batch after"
         )
         assert len(model.batches[1][1]) == 8, "which is full"
-        assert await large == [2 * i for i in range(100, 150)]
+        expected = [2 * i for i in range(100, 150)]
+        assert await large == expected
         await batches.stop()
 
     asyncio.run(main())
@@ -205,7 +210,11 @@ def test_a_batch_is_of_one_engine_and_engines_keep_their_turn() -> None:
         jobs += [submit(batches, "old" if i % 2 else "new", [i]) for i in range(1, 9)]
         model.gate.set()
         await asyncio.gather(*(job for job in jobs))
-        assert model.batches == [("old", [0]), ("old", [1, 3, 5, 7]), ("new", [2, 4, 6, 8])]
+        assert model.batches == [
+            ("old", [0]),
+            ("old", [1, 3, 5, 7]),
+            ("new", [2, 4, 6, 8]),
+        ]
         await batches.stop()
 
     asyncio.run(main())
@@ -225,7 +234,9 @@ def test_a_request_that_fails_fails_alone() -> None:
         ]
         model.gate.set()
         answers = await asyncio.gather(*(job for job in jobs), return_exceptions=True)
-        assert answers[0] == [0] and answers[1] == [2] and answers[3] == [4]
+        assert answers[0] == [0]
+        assert answers[1] == [2]
+        assert answers[3] == [4]
         assert isinstance(answers[2], ValueError)
         assert await submit(batches, "e", [5]) == [10], "the thread lives"
         await batches.stop()
@@ -290,7 +301,8 @@ def test_time_is_up_also_while_the_model_works_and_the_queue_forgets_it() -> Non
         model.gate.set()
         batches.timeout_seconds = 5.0
         assert await submit(batches, "e", [3]) == [6]
-        assert [queries for _, queries in model.batches] == [[0], [3]], "nobody waited for 1 and 2"
+        expected = [[0], [3]]
+        assert [queries for _, queries in model.batches] == expected, "nobody waited for 1 and 2"
         await batches.stop()
 
     asyncio.run(main())
@@ -313,7 +325,8 @@ def test_a_client_that_goes_is_not_answered() -> None:
         assert batches.waiting == 1
         model.gate.set()
         assert [await first, await stays] == [[0], [8]]
-        assert [queries for _, queries in model.batches] == [[0], [4]]
+        expected = [[0], [4]]
+        assert [queries for _, queries in model.batches] == expected
         await batches.stop()
 
     asyncio.run(main())
@@ -327,7 +340,8 @@ def test_stopping_answers_what_waits_and_ends_the_thread() -> None:
         await asyncio.sleep(0)
         await batches.stop()
         await asyncio.sleep(0)
-        assert [job.result() for job in jobs] == [[2 * i] for i in range(30)]
+        expected = [[2 * i] for i in range(30)]
+        assert [job.result() for job in jobs] == expected
         await asyncio.sleep(0.05)
         assert not [
             thread for thread in threading.enumerate() if thread.name.startswith("unidec-model")

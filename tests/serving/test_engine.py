@@ -36,7 +36,8 @@ def test_the_previous_engine_is_kept_or_freed() -> None:
         service = Service(Serve(keep_previous=keep))
         service.swap(old)
         service.swap(new)
-        assert (service.current, service.previous) == (new, old if keep else None)
+        assert service.current == new
+        assert service.previous == old if keep else None
         if keep:
             service.swap_back()
             assert (service.current, service.previous) == (old, new)
@@ -88,7 +89,8 @@ def test_those_that_begin_so_then_those_with_a_word_that_does() -> None:
 
 def test_one_label() -> None:
     search = LabelSearch(pa.array(["a"]), pa.array([""]))
-    assert search.find("", 5) == ([{"uid": "a", "title": ""}], False)
+    expected = ([{"uid": "a", "title": ""}], False)
+    assert search.find("", 5) == expected
     assert search.find("b", 5) == ([], False)
 
 
@@ -147,9 +149,9 @@ def test_readyz_names_the_file_and_other_routes_answer(files_folder: Path) -> No
             assert (await server.ask("/readyz")).status == 200
             os.truncate(folder / "vectors" / "large.npy", 10)
             reply = await server.ask("/readyz")
-            assert (
-                reply.status == 503 and reply.json["ready"] is False and reply.json["error"]["fix"]
-            )
+            assert reply.status == 503
+            assert reply.json["ready"] is False
+            assert reply.json["error"]["fix"]
             assert (
                 reply.json["error"]["where"] == "vectors/large.npy"
                 and reply.json["model"]["sha256"] == "a" * 64

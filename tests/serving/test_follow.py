@@ -182,15 +182,18 @@ def test_the_alias_moves_and_moves_back(following):
     first = following.service.current
     following.shelf.alias = "2"
     following.until(lambda: following.version_that_answers() == "2")
-    assert following.service.current.warmed == 1 and following.probes.runs == 1
+    assert following.service.current.warmed == 1
+    assert following.probes.runs == 1
     following.until(lambda: following.follower.state()["swaps"] == 1)
     following.shelf.alias = "1"
     following.until(lambda: following.version_that_answers() == "1")
     assert following.service.current is first, "the very one from memory"
     following.until(lambda: following.follower.state()["swaps"] == 2)
-    assert following.shelf.fetched == ["1", "2"] and len(following.loaded) == 2
+    assert following.shelf.fetched == ["1", "2"]
+    assert len(following.loaded) == 2
     state = following.follower.state()
-    assert state["wanted"] == {"version": "1", "sha256": "1" * 16} and state["refused"] is None
+    assert state["wanted"] == {"version": "1", "sha256": "1" * 16}
+    assert state["refused"] is None
     json.dumps(state)
 
 
@@ -267,10 +270,8 @@ def test_whatever_loading_raises_the_old_one_serves(following, error, monkeypatc
     monkeypatch.setattr(following.follower, "_load", fails)
     following.shelf.alias = "2"
     following.until(lambda: following.follower.state()["refused"])
-    assert (
-        following.version_that_answers() == "1"
-        and type(error).__name__ in following.follower.state()["refused"]["why"]
-    )
+    assert following.version_that_answers() == "1"
+    assert type(error).__name__ in following.follower.state()["refused"]["why"]
     monkeypatch.setattr(following.follower, "_load", following.load)
     following.shelf.alias = "3"
     following.until(lambda: following.version_that_answers() == "3")
@@ -367,9 +368,8 @@ def test_what_is_dropped_is_freed_in_memory_and_on_disk(following):
         and following.loaded[2]() is following.service.current
     )
     following.until(lambda: not (following.shelf.folder / ("1" * 16)).exists())
-    assert (following.shelf.folder / ("2" * 16)).exists() and (
-        following.shelf.folder / ("3" * 16)
-    ).exists()
+    assert (following.shelf.folder / ("2" * 16)).exists()
+    assert (following.shelf.folder / ("3" * 16)).exists()
 
 
 def test_the_copy_of_a_refused_version_does_not_stay(following):
@@ -397,7 +397,8 @@ def test_a_request_keeps_what_it_began_with(following):
     for version in "23":
         following.shelf.alias = version
         following.until(lambda version=version: following.version_that_answers() == version)
-    assert mine.answer([None])[0].labels == ["1"] and following.loaded[0]() is mine
+    assert mine.answer([None])[0].labels == ["1"]
+    assert following.loaded[0]() is mine
 
 
 def test_too_little_memory_costs_the_previous_one_first_and_then_refuses(following, monkeypatch):
@@ -519,7 +520,12 @@ def test_a_folder_is_loaded_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "seconds"), [("models:/m/1", 0.02), (ALIAS, 0.0)], ids=["version", "never"]
+    ("source", "seconds"),
+    [
+        ("models:/m/1", 0.02),
+        (ALIAS, 0.0),
+    ],
+    ids=["version", "never"],
 )
 def test_a_number_and_an_alias_not_to_be_followed_are_looked_up_once(tmp_path, source, seconds):
     following = FollowingService(tmp_path, follow_seconds=seconds)
@@ -553,7 +559,8 @@ def test_a_probe_answers_known_texts(tmp_path):
     bundle = RealEngine.load(folder, Serve()).bundle
     assert probe.sha256 == bundle.sha256 and 0 < probe.p95_ms < 10_000
     texts = known_texts(bundle)
-    assert texts[0] == bundle.titles[0].as_py() and len(texts) == NUM_TITLES + 2
+    assert texts[0] == bundle.titles[0].as_py()
+    assert len(texts) == NUM_TITLES + 2
 
 
 def test_a_damaged_bundle_fails_its_probe_with_the_reason(tmp_path):
@@ -564,7 +571,14 @@ def test_a_damaged_bundle_fails_its_probe_with_the_reason(tmp_path):
         follow.probe_as_served(folder, Serve())
 
 
-@pytest.mark.parametrize(("registry", "up"), [("up", 1), ("away", 0), ("not asked", 0)])
+@pytest.mark.parametrize(
+    ("registry", "up"),
+    [
+        ("up", 1),
+        ("away", 0),
+        ("not asked", 0),
+    ],
+)
 def test_metrics(registry, up):
     state = Follower(Service(Serve()), ALIAS, Serve()).state()
     found = {

@@ -15,7 +15,7 @@ from helpers.served_bundle import make_served_bundle
 
 pytestmark = pytest.mark.slow
 
-# back to the one before, new ones, and old ones fetched anew
+# back to the one before, new ones, and old ones fetched again
 SWAPS = ["2", "1", "2", "3", "2", "1", "3", "1"]
 NUM_TEXTS = 30
 
@@ -63,7 +63,9 @@ def test_swaps_and_rollbacks_under_load(registry, expected, texts, capsys):
     assert set(clients.answers) == {registry.hashes[version] for version in "123"}, (
         "each version answered some"
     )
-    assert follow["swaps"] == 8 and not follow["refusals"] and follow["problem"] is None
+    assert follow["swaps"] == 8
+    assert not follow["refusals"]
+    assert follow["problem"] is None
     assert at_rest == sorted(set(at_rest)), "answers came at all times"
     with capsys.disabled():
         print(

@@ -81,9 +81,8 @@ def test_files_hold_to_the_policy() -> None:
     client = TestClient(Starlette(routes=list(page.page_routes())))
     files = {path: client.get(path).text for path in page.PAGE_PATHS}
     folder = Path(page.__file__).parent
-    assert {path.name for path in folder.iterdir() if path.is_file() and path.suffix != ".py"} == {
-        "index.html" if path == "/" else path.removeprefix("/page/") for path in files
-    }
+    names = {path.name for path in folder.iterdir() if path.is_file() and path.suffix != ".py"}
+    assert names == {"index.html" if path == "/" else path.removeprefix("/page/") for path in files}
     for path, text in files.items():
         assert not re.search(
             r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|@import", text
@@ -126,7 +125,8 @@ def test_feedback_buttons(tab: Any, server: Any) -> None:
         tab.ask(f"{marks}[{place}].click()")
         tab.until(f"{pressed} === '{shown}'")
     mark = {"query": "old red house", "label": server.ranked({"k": 1}, "old red house")[0]["uid"]}
-    assert server.marks == [{**mark, "relevant": True}, {**mark, "relevant": False}]
+    expected = [{**mark, "relevant": True}, {**mark, "relevant": False}]
+    assert server.marks == expected
     assert tab.ask("document.querySelector('#why')") is None  # a mark opens nothing
     tab.ask(f"{marks}[0].click()")
     tab.until(
@@ -143,14 +143,17 @@ def test_feedback_buttons(tab: Any, server: Any) -> None:
 def test_labels_while_typing(tab: Any, server: Any) -> None:
     search(tab, server, "old red house", 10)
     want = [label["title"] for label in server.ranked({"k": 10}, "old red house")]
-    assert tab.ask(TITLES) == want and want[0] == "old red house"
-    assert server.bodies[-1] == {"queries": ["old red house"], "k": 10}
+    assert tab.ask(TITLES) == want
+    assert want[0] == "old red house"
+    expected = {"queries": ["old red house"], "k": 10}
+    assert server.bodies[-1] == expected
     scores = tab.ask(f"{ROWS}.map((row) => row.querySelector('.score').firstChild.textContent)")
     first = server.ranked({"k": 10}, "old red house")[0]
     assert scores[0] == f"{first['score']:.3f}"
     # what a score means is seen, told on hover, and read aloud
     likely = tab.ask(f"{ROWS}.map((row) => row.querySelector('.score small').textContent)")
-    assert likely[0] == f"{100 * first['probability']:.0f} %" and "< 1 %" in likely
+    assert likely[0] == f"{100 * first['probability']:.0f} %"
+    assert "< 1 %" in likely
     hint = tab.ask(f"{ROWS}[0].querySelector('.score small').title")
     assert hint.startswith("probability that this label is right: ") and "validation split" in hint
     assert f"right with a probability of {likely[0]}" in tab.ask(
@@ -170,7 +173,8 @@ def test_labels_while_typing(tab: Any, server: Any) -> None:
         "query.value += key; query.dispatchEvent(new Event('input', {bubbles: true})) })"
     )
     tab.until(f"{ROWS}.length === 10")
-    assert [body["queries"] for body in server.bodies[num:]] == [["old house"]]
+    queries = [body["queries"] for body in server.bodies[num:]]
+    assert queries == [["old house"]]
 
 
 def test_a_late_answer_never_replaces_a_newer_one(tab: Any, server: Any) -> None:
@@ -182,7 +186,8 @@ def test_a_late_answer_never_replaces_a_newer_one(tab: Any, server: Any) -> None
     tab.until(f"{ROWS}.length === 10 && document.title.startsWith('red boat')")
     tab.until(IDLE)
     first = tab.ask(TITLES)
-    assert first[0] == "red boat" and server.bodies[0]["queries"] == ["red"]
+    assert first[0] == "red boat"
+    assert server.bodies[0]["queries"] == ["red"]
     server.held = False
     tab.ask("new Promise((done) => setTimeout(done, 300))")
     assert (
@@ -209,9 +214,8 @@ def test_bars_show_what_each_part_adds(tab: Any, server: Any) -> None:
             if adds < 0:
                 left += adds
             start, width = bar[name]
-            assert start == pytest.approx(
-                100 * (left if adds < 0 else right) / (high - low), abs=0.01
-            )
+            expected = 100 * (left if adds < 0 else right) / (high - low)
+            assert start == pytest.approx(expected, abs=0.01)
             assert width == pytest.approx(100 * abs(adds) / (high - low), abs=0.01)
             right += max(adds, 0)
 
@@ -234,7 +238,9 @@ def test_where_a_fusion_ranks_the_bars_follow_its_score(tab: Any, server: Any) -
     )
     chances = [1 / (1 + math.exp(-label["score"])) for label in labels]
     for [[kind, width]], chance in zip(bars, chances, strict=True):
-        assert kind == "fused" and width == pytest.approx(100 * chance / chances[0], abs=0.01)
+        assert kind == "fused"
+        expected = 100 * chance / chances[0]
+        assert width == pytest.approx(expected, abs=0.01)
     assert tab.ask(
         "[...document.querySelectorAll('#legend li')].map((one) => one.textContent)"
     ) == ["learnt fusion of all parts"]
@@ -266,19 +272,23 @@ def test_keyboard_alone(tab: Any, server: Any) -> None:
         "[...document.querySelectorAll('#why tfoot tr')].map((row) => row.lastChild.textContent)"
     )
     assert float(total) == pytest.approx(sum(float(x.replace("−", "-")) for x in cells), abs=2e-3)
-    assert likely == f"{50 * float(total):.0f} %", "the stub's probability is half the score"
+    expected = f"{50 * float(total):.0f} %"
+    assert likely == expected, "the stub's probability is half the score"
     tab.press("Escape")
     assert tab.ask("document.querySelector('#why')") is None and tab.ask(FOCUS) == best[1]
     tab.press("Delete")
     tab.until(f"!{ROWS}.some((row) => row.closest('li').dataset.uid === '{best[1]}')")
-    assert server.bodies[-1]["deny"] == [best[1]] and tab.ask(FOCUS) == best[2]
+    deny = server.bodies[-1]["deny"]
+    assert deny == [best[1]]
+    assert tab.ask(FOCUS) == best[2]
     tab.press("Escape")
     assert tab.ask(FOCUS) == "query"
     tab.press("ArrowDown", "ArrowUp")
     assert tab.ask(FOCUS) == "query"
     tab.press("ArrowDown")
     tab.type("/")
-    assert tab.ask(FOCUS) == "query" and tab.ask("getSelection().toString()") == "red"
+    assert tab.ask(FOCUS) == "query"
+    assert tab.ask("getSelection().toString()") == "red"
 
 
 def test_why_shows_tokens_and_training_queries_as_text(tab: Any, server: Any) -> None:
@@ -292,7 +302,8 @@ def test_why_shows_tokens_and_training_queries_as_text(tab: Any, server: Any) ->
         "[...document.querySelectorAll('#why .tokens li')].map((one) => [one.textContent, "
         "one.className])"
     )
-    assert tokens == [["red", ""], ["zzz", "unknown"], ["<b>", ""]]
+    expected = [["red", ""], ["zzz", "unknown"], ["<b>", ""]]
+    assert tokens == expected
     near = tab.ask("document.querySelector('#why .near li').textContent")
     assert near.startswith("a <i>red</i> one ✓0.90has this label")
     # titles of labels and of data sets are text too
@@ -331,7 +342,13 @@ def test_filters_reach_the_server_and_the_address(tab: Any, server: Any) -> None
         "document.querySelector('#active').textContent === '3 on' && "
         "location.search.includes('min=')"
     )
-    want = {"queries": ["red"], "k": 10, "allow": ["L7", "a/b c?"], "head": "de", "min_score": -1}
+    want = {
+        "queries": ["red"],
+        "k": 10,
+        "allow": ["L7", "a/b c?"],
+        "head": "de",
+        "min_score": -1,
+    }
     tab.until(f"location.search.includes('min=-1') && {IDLE}")
     assert server.bodies[-1] == want
     assert tab.ask("document.querySelector('.score small')") is None, (
@@ -339,7 +356,7 @@ def test_filters_reach_the_server_and_the_address(tab: Any, server: Any) -> None
     )
     command = tab.ask("document.querySelector('#curl').textContent")
     assert json.loads(command.split(" -d ")[1].strip("'")) == want
-    # the address alone brings it all back; a label that is gone is said to be gone
+    # the address alone brings it all back; a label that is gone is reported as gone
     address = tab.ask("location.href")
     tab.open(address + "&deny=gone")
     tab.until("document.querySelector('#deny .chips .unknown')")
@@ -347,7 +364,8 @@ def test_filters_reach_the_server_and_the_address(tab: Any, server: Any) -> None
     assert server.bodies[-1] == {**want, "deny": ["gone"]}
     tab.click("#reset")
     tab.until(f"location.search === '?q=red' && {ROWS}.length === 10 && {IDLE}")
-    assert server.bodies[-1] == {"queries": ["red"], "k": 10}
+    expected = {"queries": ["red"], "k": 10}
+    assert server.bodies[-1] == expected
 
 
 def test_a_wrong_request_says_what_to_do_and_a_busy_server_is_asked_again(
@@ -518,7 +536,10 @@ def test_everything_that_can_be_used_has_a_name(tab: Any, server: Any) -> None:
         re.fullmatch(r"1\. red \w+, score .+: dual encoder .+, classifier .+", name)
         for name in seen["button"]
     )
-    assert "status" in seen and "alert" in seen and "main" in seen and "complementary" in seen
+    assert "status" in seen
+    assert "alert" in seen
+    assert "main" in seen
+    assert "complementary" in seen
 
 
 @pytest.fixture(scope="module")
@@ -546,7 +567,8 @@ def test_the_page_and_the_server_fit(chromium: Any, real: Any) -> None:
     examples = chromium.ask(
         "[...document.querySelectorAll('#start button')].map((one) => one.textContent)"
     )
-    assert len(examples) == 6 and len(set(examples)) == 6
+    assert len(examples) == 6
+    assert len(set(examples)) == 6
     typed(chromium, f"{text} unknownword", 10)
     assert "1 token of the query unknown" in chromium.ask(
         "document.querySelector('#status').textContent"
@@ -564,7 +586,8 @@ def test_the_page_and_the_server_fit(chromium: Any, real: Any) -> None:
         "[...document.querySelectorAll('#why .near li span:first-child')].map((one) => "
         "one.textContent)"
     )
-    assert near[0].removesuffix(" ✓") == text and len(near) == 5
+    assert near[0].removesuffix(" ✓") == text
+    assert len(near) == 5
     tokens = chromium.ask(
         "[...document.querySelectorAll('#why .tokens li')].map((one) => [one.textContent, "
         "one.className])"
@@ -576,7 +599,9 @@ def test_the_page_and_the_server_fit(chromium: Any, real: Any) -> None:
     adds = [float(cell.replace("−", "-")) for cell in sums[1:]]
     assert sum(adds[:-1]) == pytest.approx(adds[-1], abs=2e-3)
     facts = chromium.ask("document.querySelector('#facts').innerText")
-    assert real.engine.identity.sha256[:12] in facts and "60 queries" in facts and "400" in facts
+    assert real.engine.identity.sha256[:12] in facts
+    assert "60 queries" in facts
+    assert "400" in facts
     # one head alone, a label to choose from, a limit of the server
     chromium.click("#head label:nth-of-type(3)")
     chromium.until("document.querySelectorAll('#legend li').length === 1")

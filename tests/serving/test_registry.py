@@ -85,7 +85,13 @@ def refused(client: Registry, version: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("version", "why"), [("3", "another bundle"), ("4", "no bundle")])
+@pytest.mark.parametrize(
+    ("version", "why"),
+    [
+        ("3", "another bundle"),
+        ("4", "no bundle"),
+    ],
+)
 def test_what_is_refused(store_of_four, tmp_path, version, why):
     assert why in refused(registry(store_of_four, tmp_path), version)
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".")], (
@@ -150,10 +156,8 @@ def test_what_the_registry_does_not_have_is_answered_with_what_it_has(
         fetch_bundle(address, tmp_path, uri=store_of_four.uri)
     error = caught.value
     listed = NAME if "no such model" in error.what else "champion, 4, 3, 2, 1"
-    assert (
-        listed in str(error.expected)
-        and error.where == address.rpartition("@" if "@" in address else "/")[0]
-    )
+    assert listed in str(error.expected)
+    assert error.where == address.rpartition("@" if "@" in address else "/")[0]
     assert error.fix == f"nearest: {meant}" if meant else "`unidec models list`" in error.fix
 
 
@@ -161,7 +165,8 @@ def test_a_model_without_a_version_is_told_how_to_get_one(tmp_path):
     open_client(store(tmp_path)).create_registered_model(NAME)
     with pytest.raises(ConfigError, match="has no version yet") as caught:
         fetch_bundle(f"models:/{NAME}@champion", tmp_path, uri=store(tmp_path))
-    assert "unidec models register" in str(caught.value.fix) and "nearest" not in str(caught.value)
+    assert "unidec models register" in str(caught.value.fix)
+    assert "nearest" not in str(caught.value)
 
 
 def test_a_server_with_a_bad_address_ends_with_the_fix(store_of_four, tmp_path):

@@ -28,9 +28,11 @@ def test_each_query_gets_its_own_labels_in_order() -> None:
             label = {"uid": "one-0", "title": "t", "score": 1.0, **parts}
             one, two = reply.json["predictions"]
             assert one["labels"] == [label, label | {"uid": "one-1"}]
-            assert [label["uid"] for label in two["labels"]] == ["two-0", "two-1"]
+            uids = [label["uid"] for label in two["labels"]]
+            assert uids == ["two-0", "two-1"]
             assert (one["unknown_tokens"], one["unknown_filters"]) == (1, 0)
-            assert reply.json["model"] == {"sha256": "a" * 64, "version": "a"}
+            model = reply.json["model"]
+            assert model == {"sha256": "a" * 64, "version": "a"}
 
     run(main)
 
@@ -40,7 +42,8 @@ def test_feedback_is_checked_bounded_and_read_by_the_monitor(tmp_path: Path) -> 
 
     async def main() -> None:
         async with asgi.running(asgi.StubEngine()) as server:
-            assert (await server.ask("/feedback", {})).status == 404 and not path.exists()
+            assert (await server.ask("/feedback", {})).status == 404
+            assert not path.exists()
             assert (await server.ask("/card")).json["feedback"] is False
         async with asgi.running(
             asgi.StubEngine(), feedback=str(path), feedback_bytes=600, max_query_chars=40
@@ -66,20 +69,24 @@ def test_feedback_is_checked_bounded_and_read_by_the_monitor(tmp_path: Path) -> 
             plain = await server.ask("/feedback", b"x", headers={"content-type": "text/plain"})
             assert plain.status == 415 and path.read_bytes() == before
             statuses = {(await server.ask("/feedback", mark)).status for _ in range(5)}
-            assert statuses == {200, 507} and 400 < path.stat().st_size <= 600
+            assert statuses == {200, 507}
+            assert 400 < path.stat().st_size <= 600
             assert path.stat().st_mode & 0o777 == 0o600
         async with asgi.running(
             asgi.StubEngine(), feedback=str(tmp_path / "no" / "such.jsonl")
         ) as server:
             reply = await server.ask("/feedback", mark)
-            assert reply.status == 507 and "No such file" in reply.json["error"]["got"]
+            assert reply.status == 507
+            assert "No such file" in reply.json["error"]["got"]
 
     run(main)
     first = json.loads(path.read_text().splitlines()[0])
-    assert first.pop("at").endswith("+00:00") and first.pop("bundle") == "a" * 64
+    assert first.pop("at").endswith("+00:00")
+    assert first.pop("bundle") == "a" * 64
     assert first == {"query": "red\ncar", "label": "L1", "relevant": True}
     window = read_window(path)
-    assert window.texts == ["red\ncar"] and window.labels == [["L1"]]
+    assert window.texts == ["red\ncar"]
+    assert window.labels == [["L1"]]
 
 
 def test_no_model_yet_is_503_with_retry_after() -> None:
@@ -87,14 +94,16 @@ def test_no_model_yet_is_503_with_retry_after() -> None:
         async with asgi.running() as server:
             for path in ("/readyz", "/version", "/card", "/labels", "/labels/L1"):
                 reply = await server.ask(path)
-                assert (reply.status, reply.headers["retry-after"]) == (503, "1"), path
+                assert reply.status == 503, path
+                assert reply.headers["retry-after"] == "1", path
                 assert reply.json["error"]["what"] == "no model is loaded yet"
             assert (await server.predict("a")).status == 503
             assert (await server.ask("/healthz")).json == {"status": "alive"}
             assert (await server.ask("/readyz")).json["ready"] is False
             server.service.swap(asgi.StubEngine())
             ready = await server.ask("/readyz")
-            assert ready.status == 200 and ready.json["model"]["sha256"] == "a" * 64
+            assert ready.status == 200
+            assert ready.json["model"]["sha256"] == "a" * 64
 
     run(main)
 
@@ -125,9 +134,8 @@ def test_a_request_is_answered_wholly_by_the_engine_that_was_there_when_it_came(
                     for label in query["labels"]
                 }
                 assert scores == {score}
-            assert [reply.json["model"]["version"] for reply in await asyncio.gather(*asked)] == [
-                "a"
-            ] * 4 + ["b"] * 4
+            versions = [reply.json["model"]["version"] for reply in await asyncio.gather(*asked)]
+            assert versions == ["a"] * 4 + ["b"] * 4
             server.service.swap_back()
             assert (await server.predict("x")).json["model"]["version"] == "a"
 
@@ -146,7 +154,8 @@ def test_an_answer_is_kept_for_its_request_and_its_model_alone() -> None:
                 "c-0",
                 "a-0",
             ]
-            assert again.json["predictions"][0] == first.json["predictions"][1]
+            expected = first.json["predictions"][1]
+            assert again.json["predictions"][0] == expected
             for more in (
                 {"k": 2},
                 {"deny": ["L1"]},
@@ -189,7 +198,8 @@ def test_what_the_bundle_cannot_do_is_a_422_before_it_is_queued() -> None:
         engine = asgi.StubEngine()
         async with asgi.running(engine) as server:
             reply = await server.predict("a", head="clf")
-            assert (reply.status, reply.json["error"]["expected"]) == (422, "both, de")
+            assert reply.status == 422
+            assert reply.json["error"]["expected"] == "both, de"
             assert reply.json["error"]["fix"] and engine.batches == []
 
     run(main)
@@ -232,7 +242,8 @@ def test_overload_is_503_and_recovers() -> None:
             assert server.figure("unidec_queue_queries") == 4
             engine.gate.set()
             replies = await asyncio.gather(*asked)
-            assert sorted(reply.status for reply in replies) == [200] * 5 + [503] * 6
+            expected = [200] * 5 + [503] * 6
+            assert sorted(reply.status for reply in replies) == expected
             refused = next(reply for reply in replies if reply.status == 503)
             assert int(refused.headers["retry-after"]) >= 1
             assert refused.json["error"]["what"] == "too many queries waiting"
@@ -249,7 +260,8 @@ def test_a_late_answer_is_503() -> None:
         async with asgi.running(engine, timeout_seconds=0.1) as server:
             engine.gate.clear()
             reply = await server.predict("a", "b")
-            assert (reply.status, reply.json["error"]["what"]) == (503, "no answer in time")
+            assert reply.status == 503
+            assert reply.json["error"]["what"] == "no answer in time"
             engine.gate.set()
             assert server.figure("unidec_errors_total", kind="timeout") == 1
 
@@ -291,22 +303,24 @@ def test_labels_are_found_by_uid_and_by_how_they_begin() -> None:
                 "row": 3,
             }
             missing = await server.ask("/labels/no/such")
-            assert (missing.status, missing.json["error"]["got"]) == (404, "no/such")
+            assert missing.status == 404
+            assert missing.json["error"]["got"] == "no/such"
             found = await server.ask("/labels", query="prefix=TITLE%201&limit=3")
             assert [label["uid"] for label in found.json["labels"]] == [
                 "L1",
                 "L10",
                 "L11",
-            ] and found.json["more"]
+            ]
+            assert found.json["more"]
             for query, where in (
                 ("limit=51", "query.limit"),
                 ("limit=a", "query.limit"),
                 (f"prefix={'x' * 201}", "query.prefix"),
             ):
                 wrong = await server.ask("/labels", query=query)
-                assert (wrong.status, wrong.json["error"]["where"]) == (422, where) and wrong.json[
-                    "error"
-                ]["fix"]
+                assert wrong.status == 422
+                assert wrong.json["error"]["where"] == where
+                assert wrong.json["error"]["fix"]
 
     run(main)
 
@@ -316,7 +330,8 @@ def test_paths_and_methods_that_are_none() -> None:
         async with asgi.running(asgi.StubEngine()) as server:
             for path in ("/nope", "/predict/", "/labels/../x/..", "//", "/docs", "/page/../run.py"):
                 reply = await server.ask(path)
-                assert reply.status == 404 and set(reply.json["error"]) == {
+                assert reply.status == 404
+                assert set(reply.json["error"]) == {
                     "what",
                     "where",
                     "got",
@@ -324,11 +339,9 @@ def test_paths_and_methods_that_are_none() -> None:
                     "fix",
                 }
             reply = await server.ask("/predict")
-            assert (reply.status, reply.headers["allow"], reply.json["error"]["got"]) == (
-                405,
-                "POST",
-                "GET",
-            )
+            assert reply.status == 405
+            assert reply.headers["allow"] == "POST"
+            assert reply.json["error"]["got"] == "GET"
             assert (await server.ask("/healthz", method="PATCH")).status == 405
             assert server.figure("unidec_requests_total", route="other", status="404") >= 4
 

@@ -76,7 +76,8 @@ def test_it_serves_and_ends_in_order(folder: Path, number: signal.Signals) -> No
         ready = line(process, "serve: ready")
         assert re.search(r"after [\d.]+ s: bundle [0-9a-f]{16}, torch, 400 labels", ready), ready
         status, answer = ask(port, {"queries": ["red car blue boat"] * 3, "k": 2})
-        assert status == 200 and [len(query["labels"]) for query in answer["predictions"]] == [
+        assert status == 200
+        assert [len(query["labels"]) for query in answer["predictions"]] == [
             2,
             2,
             2,
@@ -185,7 +186,12 @@ def test_as_many_files_may_be_open_as_the_system_allows() -> None:
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4000)); serve._allow_open_files(); "
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert found.stdout.split() == ["4000"]
 
 
@@ -200,7 +206,8 @@ def test_sigterm_resets_no_connection(folder: Path) -> None:
         load = Load(port)
         asyncio.run(load.until_it_stops(process))
         assert set(load.seen) == {"200", "200 close", "refused"}, load.seen
-        assert load.seen["refused"] == 64 and load.seen["200"] > 64
+        assert load.seen["refused"] == 64
+        assert load.seen["200"] > 64
         assert process.wait(20) == 0
     finally:
         process.kill()
@@ -252,7 +259,8 @@ def test_no_bundle_and_an_address_that_is_taken_are_said_at_once(
     folder: Path, tmp_path: Path
 ) -> None:
     process = start(tmp_path / "none")
-    assert "error: " in process.communicate(timeout=60)[1] and process.returncode == 4
+    assert "error: " in process.communicate(timeout=60)[1]
+    assert process.returncode == 4
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -36,20 +36,19 @@ def refusal(value: Any, model: Any = MODELS.predict) -> tuple[int, dict[str, str
     with pytest.raises(RequestError) as caught:
         parsed(value, model)
     error = caught.value
-    assert json.loads(error.body()) == {"error": error.parts} and len(error.body()) < 4000
+    assert json.loads(error.body()) == {"error": error.parts}
+    assert len(error.body()) < 4000
     assert error.parts["what"] and error.parts["fix"], "it names what is wrong and the fix"
     return error.status, error.parts
 
 
 def test_what_is_not_given_has_its_default() -> None:
     asked = parsed({"queries": ["a"]})
-    assert (asked.k, asked.allow, asked.deny, asked.min_score, asked.head) == (
-        5,
-        None,
-        [],
-        None,
-        "both",
-    )
+    assert asked.k == 5
+    assert asked.allow is None
+    assert asked.deny == []
+    assert asked.min_score is None
+    assert asked.head == "both"
     assert parsed({"queries": ["a"]}, schemas.request_models(Serve(max_k=2)).predict).k == 2, (
         "never above max_k"
     )
@@ -89,19 +88,19 @@ def test_every_wrong_value_is_named_with_what_was_expected(
     more: dict[str, Any], where: str, expected: str
 ) -> None:
     status, parts = refusal({"queries": ["a"]} | more)
-    assert (status, parts["where"]) == (422, where) and expected in parts["expected"], parts
+    assert (status, parts["where"]) == (422, where), parts
+    assert expected in parts["expected"], parts
 
 
 def test_what_was_got_is_shown_short() -> None:
     assert refusal({"queries": [["x" * 10**6]]})[1]["got"].endswith("characters)")
-    assert (
-        refusal({"queries": ["a"], "deny": {str(i): i for i in range(1000)}})[1]["got"]
-        == "an object of 1000 entries"
-    )
+    got = refusal({"queries": ["a"], "deny": {str(i): i for i in range(1000)}})[1]["got"]
+    assert got == "an object of 1000 entries"
     assert refusal({"queries": ["a"] * 99})[1]["got"] == "99"
     assert refusal({"queries": ["y" * 5000]})[1]["got"].endswith("... (5000 characters)")
     assert refusal({"queries": ["a"], "k" + "y" * 10**5: 1})[1]["where"].endswith("characters)")
-    assert refusal([1])[1]["got"] == "[1]" and refusal(None)[1]["got"] == "null"
+    assert refusal([1])[1]["got"] == "[1]"
+    assert refusal(None)[1]["got"] == "null"
     assert refusal({"k": 3})[1]["got"] == "nothing"
     assert shown("a\x00\n\u202e\ud800b") == "a\\x00\\n\\u202e\\ud800b", (
         "nothing that moves a terminal's cursor"
@@ -139,7 +138,8 @@ def test_one_query_is_explained() -> None:
 )
 def test_broken_json_is_named_with_its_place(body: bytes, where: str | None) -> None:
     status, parts = refusal(body)
-    assert status == 400 and where in (None, parts["where"]), parts
+    assert status == 400, parts
+    assert where in (None, parts["where"]), parts
 
 
 def test_a_number_of_a_million_digits_and_a_million_keys_cost_little() -> None:
@@ -161,15 +161,22 @@ def test_more_values_than_any_request_has_are_not_read(body: str) -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert (status, parts["where"]) == (400, "body") and peak < 1e6
+    assert (status, parts["where"]) == (400, "body")
+    assert peak < 1e6
 
 
 def test_a_request_at_its_limits_is_read_whatever_its_texts_hold() -> None:
     models = schemas.request_models(Serve())
     labels = [f'L"[{i}' for i in range(10_000)]
-    what = {"queries": ['[{,"\\' * 1600] * 256, "allow": labels, "deny": labels}
+    what = {
+        "queries": ['[{,"\\' * 1600] * 256,
+        "allow": labels,
+        "deny": labels,
+    }
     asked = parsed(what, models.predict)
-    assert (asked.queries, asked.allow, asked.deny) == (what["queries"], labels, labels)
+    assert asked.queries == what["queries"]
+    assert asked.allow == labels
+    assert asked.deny == labels
     assert refusal(what | {"deny": [*labels, "x"]}, models.predict)[1]["where"] == "deny", (
         "named where it is one more"
     )

@@ -52,11 +52,11 @@ def test_every_key_of_a_request_and_its_default() -> None:
     rows = {row[0].strip("`"): row[1].strip("`") for row in table("| key | default")}
     assert set(PROMISED["keys"]) <= set(fields)
     assert set(rows) == set(fields) - {"queries"}
-    assert rows["k"] == str(fields["k"].default) and rows["head"] == fields["head"].default
+    assert rows["k"] == str(fields["k"].default)
+    assert rows["head"] == fields["head"].default
     body = re.search(r"-d '(\{.*\})'", TEXT)
-    assert body is not None and schemas.request_models(Serve()).predict.model_validate(
-        json.loads(body[1])
-    )
+    assert body is not None
+    assert schemas.request_models(Serve()).predict.model_validate(json.loads(body[1]))
 
 
 def test_every_limit_and_its_default() -> None:
@@ -92,7 +92,8 @@ def test_every_metric_on_the_page_exists() -> None:
     rows = "\n".join(row[0] for row in table("| name | what"))
     names = set(re.findall(r"`((?:unidec|process)_\w+)", rows))
     names |= {f"unidec_follow{name}" for name in re.findall(r"`(_\w+)`", rows)}
-    assert len(names) > 20 and names - known == set()
+    assert len(names) > 20
+    assert names - known == set()
     mine = {
         name
         for name in known

@@ -81,13 +81,21 @@ def ask(store: tuple[MlflowClient, str], source: Any) -> list[Version]:
 def test_back_to_the_model_that_started_from_nothing(store: tuple[MlflowClient, str]) -> None:
     found = ask(store, "models:/tiny@champion")
     third, second, first = found
-    assert [item.version for item in found] == ["3", "2", "1"] and first.start == {"kind": "cold"}
+    assert [item.version for item in found] == ["3", "2", "1"]
+    assert first.start == {"kind": "cold"}
     assert (third.aliases, second.aliases) == (["champion"], [])
-    assert third.start == {"kind": "refresh", "version": "2", "bundle.sha256": BUNDLES[1]}
-    assert (
-        second.gate == {"passed": "true", "champion": "1"} and second.dataset["sha256"] == "d4" * 32
-    )
-    assert first.code == {"commit": "f" * 40, "dirty": True, "lock_commit": None}
+    assert third.start == {
+        "kind": "refresh",
+        "version": "2",
+        "bundle.sha256": BUNDLES[1],
+    }
+    assert second.gate == {"passed": "true", "champion": "1"}
+    assert second.dataset["sha256"] == "d4" * 32
+    assert first.code == {
+        "commit": "f" * 40,
+        "dirty": True,
+        "lock_commit": None,
+    }
     assert first.artifacts == {"data/dataset": MADE[0]["dvc.data/dataset"], "data/raw": RAW[0]}
     assert first.run and third.run is None
     lines = as_lines(found)
@@ -96,9 +104,8 @@ def test_back_to_the_model_that_started_from_nothing(store: tuple[MlflowClient, 
         "└─ same model with other labels:",
         "└─ started from",
     ]
-    assert any("uncommitted changes" in line for line in lines) and any(
-        "passed against version 1" in line for line in lines
-    )
+    assert any("uncommitted changes" in line for line in lines)
+    assert any("passed against version 1" in line for line in lines)
 
 
 def test_every_address_of_a_model(store: tuple[MlflowClient, str], tmp_path: Path) -> None:
@@ -120,9 +127,8 @@ def test_every_address_of_a_model(store: tuple[MlflowClient, str], tmp_path: Pat
 
 def test_a_parent_that_is_gone_is_said_to_be(store: tuple[MlflowClient, str]) -> None:
     fifth = ask(store, "models:/tiny/5")
-    assert [item.version for item in fifth] == ["5"] and fifth[0].start["bundle.sha256"] == BUNDLES[
-        5
-    ]
+    assert [item.version for item in fifth] == ["5"]
+    assert fifth[0].start["bundle.sha256"] == BUNDLES[5]
     assert (
         as_lines(fifth)[-1].strip() == "version 6 (bundle 666666666666): deleted from the registry"
     )
@@ -139,7 +145,8 @@ def test_versions_that_name_each_other_end(store: tuple[MlflowClient, str]) -> N
         }
         client.create_model_version("round", "file:///nowhere", None, tags)
     found = lineage("models:/round/1", model_name="round")
-    assert [item.version for item in found] == ["1", "2"] and found[1].start["version"] == "1"
+    assert [item.version for item in found] == ["1", "2"]
+    assert found[1].start["version"] == "1"
 
 
 def test_the_models_that_data_went_into(store: tuple[MlflowClient, str]) -> None:
@@ -149,7 +156,11 @@ def test_the_models_that_data_went_into(store: tuple[MlflowClient, str]) -> None
             for one in models_of_data(prefix, model_name="tiny")
         ]
 
-    assert ask_data(RAW[0]) == [("3", [], "2"), ("2", [], "1"), ("1", ["data/raw"], None)]
+    assert ask_data(RAW[0]) == [
+        ("3", [], "2"),
+        ("2", [], "1"),
+        ("1", ["data/raw"], None),
+    ]
     # a hash of the lock file is none of data; what a version started from counts too
     assert ask_data(RAW[1][:8]) == [
         ("4", ["data/raw"], None),

@@ -32,7 +32,8 @@ def gone() -> dict:
 
 def test_who_is_alive(gone: dict) -> None:
     me = this_process()
-    assert me["pid"] == os.getpid() and is_alive(me) is True
+    assert me["pid"] == os.getpid()
+    assert is_alive(me) is True
     assert is_alive(gone) is False
     assert is_alive(me | {"started": me["started"] - 3600}) is False  # the number was given again
     assert is_alive(me | {"host": "another"}) is None

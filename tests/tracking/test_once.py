@@ -86,10 +86,10 @@ def test_each_reply_to_a_creation_is_lost_once(server, proxy):
     tracker, version = train_and_register("first-lost")
     proxy.fault = ""
     runs, models, versions = everything(server, "first-lost")
-    assert [run.info.run_id for run in runs] == [tracker.run_id] and runs[
-        0
-    ].info.status == "FINISHED"
-    assert len(models) == 1 and models[0].status.name == "READY"
+    assert [run.info.run_id for run in runs] == [tracker.run_id]
+    assert runs[0].info.status == "FINISHED"
+    assert len(models) == 1
+    assert models[0].status.name == "READY"
     assert [found.version for found in versions if found.name == "first-lost"] == [str(version)]
     assert sum(creates(kind + b" HTTP") for kind in asked) >= 4, asked
     assert not tracker.twins()
@@ -112,7 +112,9 @@ def test_a_seventh_of_all_replies_is_lost(server, proxy, monkeypatch):
     proxy.fault = ""
     tracker.flush()
     runs, models, versions = everything(server, "seventh")
-    assert len(runs) == 1 and len(models) == 1 and runs[0].info.status == "FINISHED"
+    assert len(runs) == 1
+    assert len(models) == 1
+    assert runs[0].info.status == "FINISHED"
     assert len([found for found in versions if found.name == "seventh"]) == 1
 
 
@@ -130,8 +132,12 @@ def test_the_doctor_ends_twins(server, proxy):
     )
     tracker.finish()
     found = [one for one in doctor.examine() if "further runs" in one.what]
-    assert len(found) == 1 and found[0].fixable and all(twin in found[0].what for twin in twins)
+    assert len(found) == 1
+    assert found[0].fixable
+    assert all(twin in found[0].what for twin in twins)
     assert doctor.exit_code(doctor.examine()) == 1
     doctor.examine(fix=True)
-    assert {client.get_run(twin).info.status for twin in twins} == {"KILLED"}
-    assert client.get_run(run_id).info.status == "FINISHED" and doctor.examine() == []
+    statuses = {client.get_run(twin).info.status for twin in twins}
+    assert statuses == {"KILLED"}
+    assert client.get_run(run_id).info.status == "FINISHED"
+    assert doctor.examine() == []

@@ -137,7 +137,8 @@ def test_runs_models_and_aliases_behind_the_server(mlflow, tmp_path, monkeypatch
     points = client.get_metric_history(tracker.run_id, "loss")
     assert sorted((p.step, p.value) for p in points) == [(s, s / 7) for s in range(1500)]
     assert client.get_registered_model("unidec").aliases == {"challenger": str(version)}
-    assert [entry.path for entry in client.list_artifacts(tracker.run_id)] == ["report.html"]
+    paths = [entry.path for entry in client.list_artifacts(tracker.run_id)]
+    assert paths == ["report.html"]
     fetched = fetch_bundle("models:/unidec@challenger", tmp_path / "bundles")
     assert checked_sha256(fetched) == checked_sha256(bundle)
 
@@ -198,6 +199,7 @@ def test_prefects_server_on_postgres(postgres, tmp_path):
         )
         with urllib.request.urlopen(request, timeout=20) as answer:
             (run,) = json.load(answer)
-        assert run["state_type"] == "COMPLETED" and run["parameters"] == {"n": 3}
+        assert run["state_type"] == "COMPLETED"
+        assert run["parameters"] == {"n": 3}
     finally:
         stop(process)

@@ -84,7 +84,8 @@ def test_the_first_has_no_previous_and_each_next_one_leaves_it(stored, client, m
     b = stored("b", **stored.passed(a))
     client.set_registered_model_alias(stored.name, "challenger", b)
     assert promote(stored.name).previous == a
-    assert aliases(client, stored.name) == {CHAMPION: b, PREVIOUS: a, "challenger": b}
+    expected = {CHAMPION: b, PREVIOUS: a, "challenger": b}
+    assert aliases(client, stored.name) == expected
     again = promote(stored.name, b)
     assert again.previous == a and not again.changed
     kept = tags_of(client, stored.name, a)
@@ -324,7 +325,8 @@ def test_two_at_once_both_finish_one_after_the_other(stored, client, memory_regi
     words = [sys.executable, "-W", "ignore", "-c", CONCURRENT_PROMOTIONS, stored.name, *challengers]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     won, lost = sorted(json.loads(done.stdout).items(), key=lambda item: item[1] is not None)
-    assert won[1] is None and aliases(client, stored.name) == {CHAMPION: won[0], PREVIOUS: a}
+    assert won[1] is None
+    assert aliases(client, stored.name) == {CHAMPION: won[0], PREVIOUS: a}
     assert f"compared it with version {a}, but there is now version {won[0]}" in lost[1]
 
 
@@ -355,7 +357,13 @@ def test_all_of_it_over_http(children, tmp_path, monkeypatch):
             if what != "c":
                 promote(name, numbers[-1])
         a, b, c = numbers
-        job = {"call": "promote", "version": c, "name": name, "uri": server.uri, "writes": 2}
+        job = {
+            "call": "promote",
+            "version": c,
+            "name": name,
+            "uri": server.uri,
+            "writes": 2,
+        }
         children.stdin.write(json.dumps(job) + "\n")
         children.stdin.flush()
         children.stdout.readline()

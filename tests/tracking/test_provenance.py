@@ -174,7 +174,8 @@ def recorded_by_dvc(folder: Path) -> dict[str, str]:
 def test_a_tag_never_says_more_than_is_so(tmp_path: Path) -> None:
     assert artifact_tags("data/raw", tmp_path) == {}
     hashes = recorded_by_dvc(tmp_path)
-    assert all(md5.endswith(".dir") for md5 in hashes.values()) and len(hashes) == 4
+    assert all(md5.endswith(".dir") for md5 in hashes.values())
+    assert len(hashes) == 4
     assert artifact_tags("data/raw/", tmp_path) == {
         f"dvc.{path}": md5 for path, md5 in hashes.items()
     }

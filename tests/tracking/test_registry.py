@@ -105,14 +105,21 @@ def test_one_version_a_bundle_with_card_tags_and_alias(
 
     bundle = make_bundle(tmp_path / "bundle")
     card = {"data set": "tiny", "metrics": {"test": {"P@1": 45.0, "head/P@1": 3.0}}}
-    version = registry.register(bundle, run_id, "one", card=card, tags={"dataset.sha256": "d" * 64})
+    version = registry.register(
+        bundle,
+        run_id,
+        "one",
+        card=card,
+        tags={"dataset.sha256": "d" * 64},
+    )
     assert registry.register(bundle, run_id, "one", card=card) == version
     assert [int(found.version) for found in client.search_model_versions("name = 'one'")] == [
         version
     ]
 
     kept = client.get_model_version_by_alias("one", "challenger")
-    assert kept.run_id == run_id and kept.tags["dataset.sha256"] == "d" * 64
+    assert kept.run_id == run_id
+    assert kept.tags["dataset.sha256"] == "d" * 64
     assert kept.tags["bundle.sha256"] == folder_sha256(bundle)
     assert "| P@1 | 45.00 |" in kept.description and "head/" not in kept.description
     in_order = ("| P@1 |", "- data set: tiny", "load_model", kept.tags["bundle.sha256"])
@@ -126,10 +133,9 @@ def test_one_version_a_bundle_with_card_tags_and_alias(
         )
         model = mlflow.pyfunc.load_model("models:/one@challenger")
         found = model.predict(pd.DataFrame({"query": ["an editor", "x"]}), params={"k": 3})
-        assert (
-            list(found["label"]) == ["vim", "nano", "emacs"] * 2
-            and list(found["rank"]) == [1, 2, 3] * 2
-        )
+        expected = ["vim", "nano", "emacs"] * 2
+        assert list(found["label"]) == expected
+        assert list(found["rank"]) == [1, 2, 3] * 2
         # the default k is above the labels
         assert len(model.predict(pd.DataFrame({"query": ["an editor"]}))) == 4
         several = (
@@ -140,7 +146,12 @@ def test_one_version_a_bundle_with_card_tags_and_alias(
         for given in several:
             assert list(model.predict(given, params={"k": 1})["query"]) == ["a", "b"]
         assert list(model.predict({"query": "a"}, params={"k": 1})["query"]) == ["a"]
-        told = {"allow": ["vim"], "deny": ["ed", "nano"], "min_score": 1, "head": "de"}
+        told = {
+            "allow": ["vim"],
+            "deny": ["ed", "nano"],
+            "min_score": 1,
+            "head": "de",
+        }
         stand_in.clear()
         model.predict(pd.DataFrame({"query": ["x"]}), params=told)
         model.predict(pd.DataFrame({"query": ["x"]}))
@@ -178,19 +189,21 @@ def test_the_runs_test_metrics_are_the_models_with_its_data_set(
     # models:/<id of the logged model>
     source = client.get_model_version("measured", str(version)).source
     model = client.get_logged_model(source.rpartition("/")[2])
-    assert {
-        (m.key, m.value, m.run_id, m.dataset_name, m.dataset_digest) for m in model.metrics
-    } == {
+    expected = {
         ("test/P_at_1", 41.0, run_id, "tiny", "f" * 36),
         ("test/tail/R_at_10", 7.0, run_id, "tiny", "f" * 36),
     }
+    assert {
+        (m.key, m.value, m.run_id, m.dataset_name, m.dataset_digest) for m in model.metrics
+    } == expected
     experiment = client.get_run(run_id).info.experiment_id
     found = client.search_logged_models(
         [experiment], datasets=[{"dataset_name": "tiny", "dataset_digest": "f" * 36}]
     )
     assert [one.model_id for one in found] == [model.model_id]
     # once
-    assert [point.value for point in client.get_metric_history(run_id, "test/P_at_1")] == [41.0]
+    values = [point.value for point in client.get_metric_history(run_id, "test/P_at_1")]
+    assert values == [41.0]
 
 
 def test_another_bundle_is_another_version_and_takes_the_alias(
@@ -373,8 +386,10 @@ def test_a_real_model_loads_elsewhere_and_is_served(uri, run_id, tmp_path, path_
     )
     *rows, package = done.stdout.strip().splitlines()[-4:]
     local, filtered, allowed = map(json.loads, rows)
-    assert [row["rank"] for row in local] == [1, 2, 3] and local[0]["label"] == "text-editor"
-    assert len(filtered) == 3 and "text-editor" not in [row["label"] for row in filtered]
+    assert [row["rank"] for row in local] == [1, 2, 3]
+    assert local[0]["label"] == "text-editor"
+    assert len(filtered) == 3
+    assert "text-editor" not in [row["label"] for row in filtered]
     assert [row["label"] for row in allowed] == ["music-player"]
     assert "/code/unidec/" in package  # what was logged, not what is installed here
 
@@ -384,10 +399,16 @@ def test_a_real_model_loads_elsewhere_and_is_served(uri, run_id, tmp_path, path_
         for _ in range(240):
             assert server.poll() is None, (tmp_path / "serve.log").read_text()
             with contextlib.suppress(urllib.error.URLError):
-                assert invoke(port, {"k": 3}) == (200, {"predictions": local})
+                expected = (200, {"predictions": local})
+                assert invoke(port, {"k": 3}) == expected
                 break
             time.sleep(0.5)
-        told = {"k": 3, "deny": ["text-editor"], "min_score": -1.0, "head": "de"}
+        told = {
+            "k": 3,
+            "deny": ["text-editor"],
+            "min_score": -1.0,
+            "head": "de",
+        }
         assert invoke(port, told) == (200, {"predictions": filtered})
         assert invoke(port, {"allow": ["music-player", "nobody"]}) == (
             200,

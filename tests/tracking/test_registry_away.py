@@ -221,7 +221,8 @@ def test_a_server_and_a_prediction_say_it_in_a_process_of_their_own(
     before = subprocess.run(predict, check=True, **run)
     project.database.write_bytes(b"garbage " * 1000)
     after = subprocess.run(predict, check=True, **run)
-    assert after.stdout == before.stdout and len(json.loads(after.stdout.splitlines()[0])) > 1
+    assert after.stdout == before.stdout
+    assert len(json.loads(after.stdout.splitlines()[0])) > 1
     assert "using version 1" in after.stderr and "Traceback" not in after.stderr
     server = subprocess.Popen(
         [*words, "serve", SOURCE, "--port", "0", "--set", "serve.runtime=torch"],

@@ -25,7 +25,11 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "unidec").mkdir()
     (tmp_path / "unidec/model.py").write_text("x = 1\n")
     (tmp_path / "params.yaml").write_text("recipe: unidec\n")
-    for words in (["init", "-q", "-b", "main"], ["add", "-A"], ["commit", "-q", "-m", "one"]):
+    for words in (
+        ["init", "-q", "-b", "main"],
+        ["add", "-A"],
+        ["commit", "-q", "-m", "one"],
+    ):
         run(tmp_path, *words)
     return tmp_path
 
@@ -93,7 +97,8 @@ def test_what_git_does_not_tell_is_unknown_with_its_own_fix(
     project: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert is_clean(code_tags(project)) and code_tags(project)["git.dirty"] == "false"
+    assert is_clean(code_tags(project))
+    assert code_tags(project)["git.dirty"] == "false"
     fault(project, monkeypatch)
     tags = code_tags(project)
     assert "git.dirty" not in tags and not is_clean(tags)
@@ -122,7 +127,8 @@ def test_a_shallow_and_an_exported_tree(
     run(project, "commit", "-qam", "two")
     shallow = tmp_path_factory.mktemp("clones") / "shallow"
     run(project, "clone", "-q", "--depth", "1", f"file://{project}", str(shallow))
-    assert is_clean(code_tags(shallow)) and code_tags(shallow)["git.dirty"] == "false"
+    assert is_clean(code_tags(shallow))
+    assert code_tags(shallow)["git.dirty"] == "false"
     exported = shallow.with_name("exported")
     exported.mkdir()
     run(project, "archive", "--output", str(exported / "it.tar"), "HEAD")

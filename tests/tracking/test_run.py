@@ -17,7 +17,12 @@ from unidec.tracking.run import Tracker, metric_name
 from unidec.tracking.store import open_client, prepare_store, sqlite_path, tracking_uri
 
 PARAMS = {f"section.key{i}": i for i in range(230)} | {"long": "x" * 7000}
-DATASET = {"name": "tiny", "digest": "f" * 64, "path": "data/dataset", "num_queries": 7}
+DATASET = {
+    "name": "tiny",
+    "digest": "f" * 64,
+    "path": "data/dataset",
+    "num_queries": 7,
+}
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +80,14 @@ def test_run_holds_parameters_data_set_tags_and_metrics(client, tmp_path):
     assert run.data.metrics["test/P_at_1"] == 41.0
     assert history(client, tracker, "loss") == [(step, 1 / (step + 1)) for step in range(2500)]
     dataset = run.inputs.dataset_inputs[0].dataset
-    assert (dataset.name, dataset.digest, json.loads(dataset.profile)) == (
-        "tiny",
-        "f" * 36,
-        {"num_queries": 7},
-    )
+    assert dataset.name == "tiny"
+    assert dataset.digest == "f" * 36
+    assert json.loads(dataset.profile) == {"num_queries": 7}
     assert json.loads(dataset.source) == {"uri": "data/dataset"}
-    assert run.data.tags["git.dirty"] == "false" and run.info.run_name == "run"
-    assert {file.path for file in client.list_artifacts(tracker.run_id, "report")} == {
+    assert run.data.tags["git.dirty"] == "false"
+    assert run.info.run_name == "run"
+    paths = {file.path for file in client.list_artifacts(tracker.run_id, "report")}
+    assert paths == {
         "report/loss.csv",
         "report/report.html",
     }
@@ -99,15 +104,17 @@ def test_another_process_goes_on_with_the_run_and_doubles_nothing(client, tmp_pa
         second.log(step, {"loss": float(step)})
     second.finish("KILLED")
     assert client.get_run(first.run_id).info.status == "KILLED"
-    assert history(client, first, "loss") == [(step, float(step)) for step in range(15)]
+    expected = [(step, float(step)) for step in range(15)]
+    assert history(client, first, "loss") == expected
     third = begin(tmp_path)
     assert client.get_run(third.run_id).info.status == "RUNNING"
     later = Tracker.resume(tmp_path)
     later.set_tags({"bundle": "abc"})
     later.log_final({"test/P@1": 1.0})
-    later.log_final({"test/P@1": 2.0})  # evaluated anew: the newest counts
+    later.log_final({"test/P@1": 2.0})  # evaluated again: the newest counts
     run = client.get_run(third.run_id)
-    assert run.data.tags["bundle"] == "abc" and run.data.metrics["test/P_at_1"] == 2.0
+    assert run.data.tags["bundle"] == "abc"
+    assert run.data.metrics["test/P_at_1"] == 2.0
 
 
 def test_a_store_that_is_away_stops_nothing_and_gets_everything_later(
@@ -124,9 +131,11 @@ def test_a_store_that_is_away_stops_nothing_and_gets_everything_later(
     later = Tracker.resume(tmp_path)  # the process died; another one sends what waits
     later.log(5, {"loss": 5.0})
     later.finish("FAILED")
-    assert history(client, later, "loss") == [(step, float(step)) for step in range(6)]
+    expected = [(step, float(step)) for step in range(6)]
+    assert history(client, later, "loss") == expected
     run = client.get_run(later.run_id)
-    assert run.info.status == "FAILED" and len(run.data.params) == len(PARAMS)
+    assert run.info.status == "FAILED"
+    assert len(run.data.params) == len(PARAMS)
     assert not tracking.is_behind(tmp_path)
 
 
@@ -149,7 +158,9 @@ def test_another_store_gets_the_whole_history(client, tmp_path, monkeypatch):
     second.log(1, {"loss": 1.0})
     second.finish()
     other = open_client(tracking_uri())
-    assert history(other, second, "loss") == [(0, 0.0), (1, 1.0)] and second.run_id != first.run_id
+    expected = [(0, 0.0), (1, 1.0)]
+    assert history(other, second, "loss") == expected
+    assert second.run_id != first.run_id
     assert other.get_run(second.run_id).data.tags["told"] == "once"
 
 
@@ -204,7 +215,8 @@ def test_no_run_was_begun(tmp_path):
     tracker.log_files([tmp_path])
     tracker.set_tags({"a": "b"})
     tracker.finish()
-    assert tracker.run_id is None and list(tmp_path.iterdir()) == []
+    assert tracker.run_id is None
+    assert list(tmp_path.iterdir()) == []
 
 
 # three processes that are forked with everything imported, and start as one writes to their pipe
@@ -240,7 +252,8 @@ def test_several_first_starts_at_once(tmp_path):
     ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "[0, 0, 0]\n", done.stderr
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+    names = sorted(path.name for path in (tmp_path / "new").iterdir())
+    assert names == [
         "mlflow.db",
         "mlflow.db-lock",
     ]
@@ -271,12 +284,14 @@ def test_code_tags_and_dvc_hash(tmp_path):
     with (tmp_path / "dvc.lock").open("a") as lock:
         lock.write("# rewritten by the pipeline\n")
     tags = code_tags(tmp_path)
-    assert tags["git.dirty"] == "false" and len(tags["mlflow.source.git.commit"]) == 40
+    assert tags["git.dirty"] == "false"
+    assert len(tags["mlflow.source.git.commit"]) == 40
     assert len(tags["dvc.lock.sha256"]) == 64
     (tmp_path / "unidec" / "code.py").write_text("2\n")
     assert code_tags(tmp_path)["git.dirty"] == "true"
     assert dvc_hash("data/dataset", tmp_path) == "0ab.dir"
-    assert dvc_hash("data/other", tmp_path) is None and dvc_hash("x", tmp_path / "none") is None
+    assert dvc_hash("data/other", tmp_path) is None
+    assert dvc_hash("x", tmp_path / "none") is None
 
 
 @pytest.mark.parametrize("note", [b"[1]", b"3", b'{"run_id": "\xff"}', b'{"run_key": "x"}', b"{"])

@@ -47,12 +47,13 @@ def test_the_services_of_a_team(services):
 
 def test_the_model_is_served_with_a_key_and_only_when_asked_for(services):
     serve = services["serve"]
-    assert {
-        name: services[name]["profiles"] for name in services if "profiles" in services[name]
-    } == {
+    expected = {
         "serve": ["serve"],
         "proxy": ["proxy"],
     }
+    assert {
+        name: services[name]["profiles"] for name in services if "profiles" in services[name]
+    } == expected
     assert (
         "secrets/serve" in serve["command"][-1]
         and "models:/unidec@champion --host 0.0.0.0 --port 8080" in serve["command"][-1]
@@ -69,7 +70,11 @@ def test_the_model_is_served_with_a_key_and_only_when_asked_for(services):
 
 @pytest.mark.parametrize(
     ("settings", "is_deployed", "paused"),
-    [({}, False, True), ({"SCHEDULES": "active"}, False, False), ({}, True, False)],
+    [
+        ({}, False, True),
+        ({"SCHEDULES": "active"}, False, False),
+        ({}, True, False),
+    ],
 )
 def test_schedules_are_paused_at_the_first_deployment_alone(
     tmp_path, settings, is_deployed, paused
@@ -96,7 +101,8 @@ def test_schedules_are_paused_at_the_first_deployment_alone(
 def test_every_port_is_bound_to_this_machine(services):
     ports = [port for service in services.values() for port in service.get("ports", [])]
     inner = (8333, 5000, 4200, 8080, 443, 80)
-    assert ports == [f"127.0.0.1:{port}:{port}" for port in inner]
+    expected = [f"127.0.0.1:{port}:{port}" for port in inner]
+    assert ports == expected
 
 
 def test_settings_have_defaults_and_the_example_names_them_all(services):
@@ -126,9 +132,8 @@ def test_no_secret_stands_anywhere(file, services):
         for key, value in service.get("environment", {}).items():
             assert not re.search("PASSWORD|SECRET", key) or key.endswith("_FILE"), (name, key)
             assert not re.search(r"://[^/@]*:[^/@]*@", value), f"{name}: {key} holds a password"
-    assert {entry["file"] for entry in file["secrets"].values()} == {
-        f"secrets/{name}" for name in file["secrets"]
-    }
+    files = {entry["file"] for entry in file["secrets"].values()}
+    assert files == {f"secrets/{name}" for name in file["secrets"]}
     assert {name for service in services.values() for name in service.get("secrets", [])} == set(
         file["secrets"]
     )

@@ -107,7 +107,8 @@ def test_both_servers_on_ports_of_ones_own(project):
         with urllib.request.urlopen(
             f"http://127.0.0.1:{prefect}/ui-settings", timeout=10
         ) as answer:
-            assert json.load(answer)["api_url"] == f"http://127.0.0.1:{prefect}/api"
+            api_url = json.load(answer)["api_url"]
+            assert api_url == f"http://127.0.0.1:{prefect}/api"
         modes = [
             stat.S_IMODE(log.stat().st_mode) for log in (project / ".prefect").glob("ui-*.log")
         ]
@@ -124,7 +125,8 @@ def test_a_port_that_is_in_use_is_named(project):
         port = taken.getsockname()[1]
         ui = run_ui(project, project / "programs", port, free_port())
         text, _ = ui.communicate(timeout=60)
-    assert ui.returncode == 1 and f"make ui PORT_MLFLOW={port + 1}" in text
+    assert ui.returncode == 1
+    assert f"make ui PORT_MLFLOW={port + 1}" in text
 
 
 def test_a_run_has_an_address_where_a_server_is_named(project, monkeypatch):
@@ -150,7 +152,8 @@ def test_the_real_servers_on_ports_of_ones_own(project, monkeypatch):
         with urllib.request.urlopen(
             f"http://127.0.0.1:{prefect}/ui-settings", timeout=30
         ) as answer:
-            assert json.load(answer)["api_url"] == f"http://127.0.0.1:{prefect}/api"
+            api_url = json.load(answer)["api_url"]
+            assert api_url == f"http://127.0.0.1:{prefect}/api"
         with urllib.request.urlopen(f"http://127.0.0.1:{mlflow}/health", timeout=30) as answer:
             assert answer.status == 200
     finally:

@@ -98,7 +98,11 @@ def test_which_labels_are_encoded_and_which_classified(
 ):
     batches = make_batches(**overrides)
     drawn = make_batches().prepare(batches.rows[:9], 1, 2, None).pool.pool_S.tolist()
-    labels = {"all": list(range(tiny_dataset.num_labels)), "pool": drawn, None: []}
+    labels = {
+        "all": list(range(tiny_dataset.num_labels)),
+        "pool": drawn,
+        None: [],
+    }
     assert len(drawn) < tiny_dataset.num_labels
     batch = batches.prepare(batches.rows[:9], 1, 2, None)
     expected = [tiny_tokens["labels"].ragged([label])[0].tolist() for label in labels[encoded]]
@@ -123,7 +127,10 @@ def test_which_labels_are_encoded_and_which_classified(
         assert [labels[encoded][place] for place in places] == drawn
     # pairs of either head, against a dense matrix
     relevance = tiny_dataset.relevance[batches.rows[:9]].toarray() > 0
-    for which, targets in ((encoded, batch.targets), (clf, batch.clf.targets)):
+    for which, targets in (
+        (encoded, batch.targets),
+        (clf, batch.clf.targets),
+    ):
         if which is not None and not (which == encoded and batches.settings.model.heads == "clf"):
             dense = np.zeros((9, len(labels[which])), dtype=bool)
             dense[targets.row_P.numpy(), targets.col_P.numpy()] = True
@@ -134,7 +141,8 @@ def test_texts_come_in_chunks_where_gradients_are_cached(make_batches, tiny_toke
     batches = make_batches(**{"optim.encode_chunk": 4})
     batch = batches.prepare(batches.rows[:9], 0, 0, None)
     assert isinstance(batch.texts, TextChunks)
-    assert batch.texts.num_texts == batch.counts.texts == 9 + len(batch.pool.pool_S)
+    assert batch.texts.num_texts == batch.counts.texts
+    assert batch.counts.texts == 9 + len(batch.pool.pool_S)
     assert max(len(places) for places, _ in batch.texts.chunks) == 4
 
 
@@ -159,10 +167,8 @@ def test_importance_is_the_inverse_propensity_of_the_label(make_batches, tiny_da
             targets.importance_P.numpy(), expected[batch.pool.pool_S[targets.col_P.numpy()]]
         )
     tail = make_batches(**{"pool.positives": "tail"})
-    assert (
-        tail.inverse_L is not None
-        and tail.prepare(tail.rows[:9], 0, 0, None).targets.importance_P is None
-    )
+    assert tail.inverse_L is not None
+    assert tail.prepare(tail.rows[:9], 0, 0, None).targets.importance_P is None
 
 
 def test_nothing_to_train_on(raw_factory, tmp_path):

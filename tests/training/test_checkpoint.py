@@ -137,9 +137,8 @@ def test_a_full_disk_and_then_space(tmp_path, monkeypatch):
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
         with pytest.raises(ArtifactError, match="no space left") as caught:
             writer.save(make(2))
-    assert f"at least {make(2).num_bytes:,} bytes" in str(
-        caught.value
-    ) and "step-0000000002" in str(caught.value)
+    assert f"at least {make(2).num_bytes:,} bytes" in str(caught.value)
+    assert "step-0000000002" in str(caught.value)
     assert names(tmp_path) == ["latest", "step-0000000001"]
     assert writer.save(make(4)).name == "step-0000000004"
 
@@ -149,7 +148,9 @@ def test_views_of_one_tensor_are_written_whole(tmp_path):
     rows = {"t": RowPart(0, 3, {"weight": whole[:, 1:3]})}
     save(tmp_path, Checkpoint({"epoch": 1, "step": 4}, {"t": whole.T, "s": whole[:, 1]}, rows))
     loaded, _ = load_checkpoint(tmp_path)
-    assert torch.equal(loaded.dense["t"], whole.T) and torch.equal(loaded.dense["s"], whole[:, 1])
+    assert torch.equal(loaded.dense["t"], whole.T)
+    expected = whole[:, 1]
+    assert torch.equal(loaded.dense["s"], expected)
     assert torch.equal(loaded.rows["t"].tensors["weight"], whole[:, 1:3])
 
 
@@ -178,7 +179,8 @@ def test_two_that_are_whole_are_kept(tmp_path):
         save(tmp_path, make(step))
     flip(tmp_path / "checkpoints" / "step-0000000010" / "dense.safetensors")
     loaded, refused = load_checkpoint(tmp_path)
-    assert equal(loaded, make(5)) and len(refused) == 1
+    assert equal(loaded, make(5))
+    assert len(refused) == 1
     save(tmp_path, make(8))
     assert names(tmp_path) == ["latest", "step-0000000005", "step-0000000008"]
     flip(tmp_path / "checkpoints" / "step-0000000008" / "state.json")
@@ -199,7 +201,8 @@ def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path, file, damage):
         path.unlink()
     loaded, refused = load_checkpoint(tmp_path)
     assert equal(loaded, make(5))
-    assert len(refused) == 1 and f"step-0000000010/{file if file != MANIFEST else ''}" in refused[0]
+    assert len(refused) == 1
+    assert f"step-0000000010/{file if file != MANIFEST else ''}" in refused[0]
 
 
 def test_none_whole_is_an_error_that_names_all(tmp_path):
@@ -209,7 +212,8 @@ def test_none_whole_is_an_error_that_names_all(tmp_path):
         flip(tmp_path / "checkpoints" / name / "dense.safetensors")
     with pytest.raises(ArtifactError, match="no checkpoint of this run is complete") as caught:
         load_checkpoint(tmp_path)
-    assert "step-0000000005" in str(caught.value) and "step-0000000010" in str(caught.value)
+    assert "step-0000000005" in str(caught.value)
+    assert "step-0000000010" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +225,8 @@ def test_a_state_that_is_none(tmp_path, state):
     with write_folder(tmp_path / "checkpoints" / "step-0000000009", "checkpoint", 2) as out:
         (out.path / "state.json").write_bytes(state)
     loaded, refused = load_checkpoint(tmp_path)
-    assert equal(loaded, make(5)) and "state.json" in refused[0]
+    assert equal(loaded, make(5))
+    assert "state.json" in refused[0]
 
 
 @pytest.mark.parametrize(
@@ -332,7 +337,8 @@ def test_a_checkpoint_within_a_round_needs_its_refresh(tmp_path, damage):
         Refresh(order=np.arange(6)[::-1], offsets=np.array([0, 3, 6])).save(folder, 2)
     loaded, refused = load_checkpoint(tmp_path)
     assert equal(loaded, make(9, digest) if damage == "none" else make(8))
-    assert len(refused) == (damage != "none") and all("refresh" in reason for reason in refused)
+    assert len(refused) == (damage != "none")
+    assert all("refresh" in reason for reason in refused)
 
 
 # -- several ranks
@@ -412,8 +418,11 @@ def test_a_rank_reads_its_rows_from_one_file(tmp_path):
     save(tmp_path, make(9))
     loaded, _ = load_checkpoint(tmp_path, {"table": (4, 9)})
     part = loaded.rows["table"]
-    assert (part.first_row, part.num_rows, part.held) == (4, 11, 5)
-    assert torch.equal(part.tensors["second"], make(9).rows["table"].tensors["second"][4:9])
+    assert part.first_row == 4
+    assert part.num_rows == 11
+    assert part.held == 5
+    expected = make(9).rows["table"].tensors["second"][4:9]
+    assert torch.equal(part.tensors["second"], expected)
     assert loaded.rows["bias"].held == 11
 
 
@@ -425,7 +434,8 @@ def test_rows_that_no_file_has(tmp_path):
     (path / "rows-00001.safetensors").unlink()
     write_manifest(path, "checkpoint", 2, {})
     loaded, refused = load_checkpoint(tmp_path)
-    assert equal(loaded, make(5)) and "rows are missing" in refused[0]
+    assert equal(loaded, make(5))
+    assert "rows are missing" in refused[0]
 
 
 # -- versions

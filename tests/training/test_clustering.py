@@ -26,7 +26,8 @@ def check_partition(clusters, num_points, max_size):
     assert clusters.order_N.dtype == clusters.offsets.dtype == np.int64
     assert sorted(clusters.order_N.tolist()) == list(range(num_points))
     sizes = np.diff(clusters.offsets)
-    assert clusters.offsets[0] == 0 and clusters.offsets[-1] == num_points
+    assert clusters.offsets[0] == 0
+    assert clusters.offsets[-1] == num_points
     assert sizes.max(initial=0) <= max_size
     assert sizes.max() - sizes.min() <= 1
     depth = int(np.log2(len(sizes)))
@@ -60,7 +61,8 @@ def test_sizes_differ_by_at_most_one(num_points, max_size, rng):
 
 def test_no_points():
     clusters = balanced_clusters(np.zeros((0, 4), np.float32), 3, seed=0)
-    assert clusters.order_N.tolist() == [] and clusters.offsets.tolist() == [0, 0]
+    assert clusters.order_N.tolist() == []
+    assert clusters.offsets.tolist() == [0, 0]
 
 
 def loop_split(points, draw, tolerance, max_iterations):
@@ -114,7 +116,14 @@ def loop_clusters(vectors, max_size, seed, tolerance=1e-4, max_iterations=100):
     return clusters, objectives
 
 
-@pytest.mark.parametrize(("num_points", "max_size"), [(40, 10), (75, 10), (203, 13)])
+@pytest.mark.parametrize(
+    ("num_points", "max_size"),
+    [
+        (40, 10),
+        (75, 10),
+        (203, 13),
+    ],
+)
 def test_a_level_at_once_equals_a_loop_over_clusters(num_points, max_size, rng):
     equal = 0
     for _ in range(6):

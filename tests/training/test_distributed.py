@@ -12,7 +12,9 @@ from unidec.training.distributed import ALONE, LostRank, Ranks
 
 def test_alone_everything_is_free():
     x = torch.ones(3, 2, requires_grad=True)
-    assert ALONE.gather(x, [3]) is x and ALONE.alone and ALONE.is_first
+    assert ALONE.gather(x, [3]) is x
+    assert ALONE.alone
+    assert ALONE.is_first
     grad = torch.ones(3)
     parameter = torch.nn.Parameter(torch.zeros(3))
     parameter.grad = grad
@@ -21,7 +23,8 @@ def test_alone_everything_is_free():
     assert ALONE.norm([torch.full((4,), 2.0), torch.full((9,), 1.0)], []) == 5
     assert ALONE.any(True, False) == [True, False]
     array = np.ones(3)
-    assert ALONE.gather_array(array) is array and ALONE.share("a") == "a"
+    assert ALONE.gather_array(array) is array
+    assert ALONE.share("a") == "a"
     ALONE.sum_rows([])
     ALONE.barrier()
     ALONE.close()
@@ -37,12 +40,21 @@ def test_an_error_of_the_backward_pass_is_its_own_unless_a_sum_failed():
         raise RuntimeError("of a callback")
 
 
-@pytest.mark.parametrize(("count", "world"), [(10, 3), (2, 5), (0, 2), (7, 1)])
+@pytest.mark.parametrize(
+    ("count", "world"),
+    [
+        (10, 3),
+        (2, 5),
+        (0, 2),
+        (7, 1),
+    ],
+)
 def test_parts_cover_everything_once(count, world):
     parts = [Ranks(rank, world).part(count) for rank in range(world)]
     assert [i for begin, end in parts for i in range(begin, end)] == list(range(count))
     sizes = [end - begin for begin, end in parts]
-    assert sizes == Ranks(0, world).sizes(count) and max(sizes) - min(sizes) <= 1
+    assert sizes == Ranks(0, world).sizes(count)
+    assert max(sizes) - min(sizes) <= 1
     ids = np.arange(0, count, 2)
     among = Ranks(0, world).sizes_among(ids, count)
     assert among == [sum(begin <= i < end for i in ids) for begin, end in parts]
@@ -54,9 +66,8 @@ def assert_sums(values):
     assert len(losses) == len(rank_processes.SIZES) * len(rank_processes.LOSSES_BY_COLUMNS)
     assert {key: value for key, value in losses.items() if not value <= 1e-9} == {}
     for unused in (False, True):
-        assert (
-            len(values[f"sum, unused {unused}"]) == 3 * 3 and values[f"sum, unused {unused}"].all()
-        )
+        assert len(values[f"sum, unused {unused}"]) == 3 * 3
+        assert values[f"sum, unused {unused}"].all()
         assert values[f"names, unused {unused}"]
 
 
@@ -114,7 +125,13 @@ def refresh_input(rng, folder, num_points, num_labels):
     )
 
 
-@pytest.mark.parametrize(("world", "sizes"), [(2, [(203, 41)]), (3, [(200, 7), (2, 2)])])
+@pytest.mark.parametrize(
+    ("world", "sizes"),
+    [
+        (2, [(203, 41)]),
+        (3, [(200, 7), (2, 2)]),
+    ],
+)
 def test_clusters_and_negatives_are_those_of_one_rank(rng, tmp_path, world, sizes):
     for points, labels in sizes:
         refresh_input(rng, tmp_path / f"{points}-{labels}", points, labels)

@@ -39,6 +39,10 @@ def test_a_difference_is_seen():
     line = {"loss": 2.5, "grad_norm": 1.0, "pool_size": 30}
     assert golden.differences([line], [line]) == []
     assert golden.differences([line], [{**line, "loss": 2.5 * (1 + 5e-6)}]) == []
-    for key, value in (("loss", 2.5001), ("grad_norm", 1.01), ("pool_size", 31)):
+    for key, value in (
+        ("loss", 2.5001),
+        ("grad_norm", 1.01),
+        ("pool_size", 31),
+    ):
         assert len(golden.differences([line], [{**line, key: value}])) == 1
     assert len(golden.differences([line], [{"loss": 2.5}])) == 1

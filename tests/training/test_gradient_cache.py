@@ -191,10 +191,8 @@ def test_a_run_in_chunks(open_trainer):
         trainer.train_round()
         runs.append(trainer)
     batch = with_first_round(runs[1]).prepare(runs[1].rows[:9], 0)
-    assert (
-        isinstance(batch.texts, TextChunks)
-        and max(len(places) for places, _ in batch.texts.chunks) == 7
-    )
+    assert isinstance(batch.texts, TextChunks)
+    assert max(len(places) for places, _ in batch.texts.chunks) == 7
     one, other = (trainer.model.state_dict() for trainer in runs)
     for name, value in one.items():
         assert torch.allclose(other[name], value, rtol=1e-3, atol=1e-4), name
@@ -230,7 +228,8 @@ def test_chunks_hold_each_text_once(open_trainer, rng):
         ]
         texts = cut_texts(parts, trainer.batches.build, size, trainer.device)
         places = torch.cat([places for places, _ in texts.chunks])
-        assert sorted(places.tolist()) == list(range(30)) and texts.num_texts == 30
+        assert sorted(places.tolist()) == list(range(30))
+        assert texts.num_texts == 30
         assert all(given.num_texts == len(some) <= size for some, given in texts.chunks)
         distinct = set()
         for _, tokens, rows in parts:
@@ -264,7 +263,8 @@ def test_chunks_of_all_labels_follow_those_of_the_queries(open_trainer):
         ]
         ours = batch.texts
         theirs = cut_texts(parts, batches.build, 6, trainer.device)
-        assert ours.num_texts == theirs.num_texts == len(rows) + trainer.dataset.num_labels
+        assert ours.num_texts == theirs.num_texts
+        assert theirs.num_texts == len(rows) + trainer.dataset.num_labels
         assert torch.equal(ours.unique_U, theirs.unique_U)
         for (places, one), (other_places, other) in zip(ours.chunks, theirs.chunks, strict=True):
             assert torch.equal(places, other_places)

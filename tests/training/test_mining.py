@@ -23,7 +23,8 @@ class MiningCase:
         self.positive[self.rows[0]] = False
         self.positive[self.rows[1]] = True  # nothing left to mine
         # three at most are left
-        self.positive[self.rows[2], 3:], self.filtered[self.rows[2], 3:] = True, False
+        self.positive[self.rows[2], 3:] = True
+        self.filtered[self.rows[2], 3:] = False
 
     def mine(self, num_negatives, **options):
         return mine_hard_negatives(
@@ -48,7 +49,8 @@ def test_equals_a_loop(num_negatives, block, rng, monkeypatch):
     monkeypatch.setattr(mining, "BLOCK", block)
     case = MiningCase(rng)
     shortlist, report = case.mine(num_negatives)
-    assert shortlist.dtype == np.int32 and shortlist.shape == (30, num_negatives)
+    assert shortlist.dtype == np.int32
+    assert shortlist.shape == (30, num_negatives)
     expected = np.full((30, num_negatives), -1)
     scores = []
     reached = []
@@ -66,8 +68,10 @@ def test_equals_a_loop(num_negatives, block, rng, monkeypatch):
         reached += [j in ahead for j in np.flatnonzero(case.positive[row])]
     assert np.array_equal(shortlist, expected)
     assert report["queries"] == 22
-    assert report["negative_score"] == pytest.approx(np.mean(scores), rel=1e-5)
-    assert report["positives_found"] == pytest.approx(np.mean(reached)) and report["seconds"] > 0
+    negative_score = report["negative_score"]
+    assert negative_score == pytest.approx(np.mean(scores), rel=1e-5)
+    assert report["positives_found"] == pytest.approx(np.mean(reached))
+    assert report["seconds"] > 0
 
 
 @pytest.mark.parametrize("tile", [1, 3, 7, 19, 20])
@@ -97,9 +101,11 @@ def test_in_bfloat16_nearly_the_same_labels_are_found(rng):
         len(set(ours) & set(theirs)) / 20
         for ours, theirs in zip(half[case.rows], whole[case.rows], strict=True)
     ]
-    assert np.mean(same) > 0.9 and not np.array_equal(half, whole)
+    assert np.mean(same) > 0.9
+    assert not np.array_equal(half, whole)
     assert not (case.positive | case.filtered)[case.rows[:, None], half[case.rows]].any()
-    assert report["positives_found"] == pytest.approx(case.mine(20)[1]["positives_found"], abs=0.02)
+    expected = case.mine(20)[1]["positives_found"]
+    assert report["positives_found"] == pytest.approx(expected, abs=0.02)
 
 
 def test_no_queries(rng):
@@ -107,7 +113,8 @@ def test_no_queries(rng):
     case.rows = case.rows[:0]
     case.query = case.query[:0]
     shortlist, report = case.mine(3)
-    assert (shortlist == -1).all() and report["queries"] == 0
+    assert (shortlist == -1).all()
+    assert report["queries"] == 0
 
 
 def test_vectors_that_are_not_finite_are_refused(rng):
@@ -141,11 +148,9 @@ def test_the_recall_of_an_approximate_search_is_reported(rng):
     exact, _ = case.mine(wanted)
     found, report = case.mine(wanted, mining="faiss")
     hits = [len(set(found[row]) & set(exact[row])) for row in case.rows]
-    assert (
-        report["recall"] == pytest.approx(sum(hits) / (30 * wanted)) and 0.2 < report["recall"] <= 1
-    )
+    expected = sum(hits) / (30 * wanted)
+    assert report["recall"] == pytest.approx(expected)
+    assert 0.2 < report["recall"] <= 1
     for row in case.rows:
-        assert (
-            not (case.positive | case.filtered)[row, found[row]].any()
-            and len(set(found[row])) == wanted
-        )
+        assert not (case.positive | case.filtered)[row, found[row]].any()
+        assert len(set(found[row])) == wanted

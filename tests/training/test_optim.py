@@ -78,7 +78,8 @@ def test_every_trained_parameter_is_in_the_right_group_once(tiny_bert, tiny_para
     assert len(group_of) == len(trained) == len(optimisers.dense)
     for name, parameter in trained.items():
         group = group_of[id(parameter)]
-        assert group["lr"] == (1e-5 if name.startswith("encoder.transformer.") else 2e-5), name
+        expected = 1e-5 if name.startswith("encoder.transformer.") else 2e-5
+        assert group["lr"] == (expected), name
         # biases, norms and temperatures, whatever an architecture calls them
         vector = name.endswith(("bias", "log_scale")) or "norm" in name.lower()
         assert group["weight_decay"] == (0.0 if vector else 0.07), name
@@ -116,14 +117,23 @@ def test_norms_of_distilbert_do_not_decay(tiny_distilbert, tiny_params):
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("warmup", "steps"), [(1.0, 7), (0.0, 7), (2.5, 4), (4.0, 7)])
+@pytest.mark.parametrize(
+    ("warmup", "steps"),
+    [
+        (1.0, 7),
+        (0.0, 7),
+        (2.5, 4),
+        (4.0, 7),
+    ],
+)
 def test_schedule_rises_to_one_then_falls_to_nought(tiny_bert, tiny_params, warmup, steps):
     params = tiny_params(**{"optim.epochs": 4, "optim.warmup_epochs": warmup})
     optimisers = Optimisers(make_model(tiny_bert, params), params.optim, steps)
     last = 4 * steps
     rise = max(1, round(warmup * steps))
     factors = [optimisers.factor(step) for step in range(last)]
-    assert factors[:rise] == pytest.approx([(step + 1) / rise for step in range(rise)])
+    expected = [(step + 1) / rise for step in range(rise)]
+    assert factors[:rise] == pytest.approx(expected)
     assert factors[rise - 1] == 1.0
     assert all(a >= b for a, b in zip(factors[rise - 1 :], factors[rise:], strict=False))
     assert all(0 < factor <= 1 for factor in factors)
@@ -142,7 +152,8 @@ def test_learning_rates_follow_the_schedule(tiny_bert, tiny_params):
         optimisers.step(step, total_norm(optimisers.gradients()))
         share = (step + 1) / 10 if step < 10 else 0.5 * (1 + math.cos(math.pi * (step - 10) / 30))
         rates = [group["lr"] for group in optimisers.adamw.param_groups]
-        assert rates == pytest.approx([params.optim.lr_heads * share] * 2)
+        expected = [params.optim.lr_heads * share] * 2
+        assert rates == pytest.approx(expected)
 
 
 # -- steps

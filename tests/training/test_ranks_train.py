@@ -214,7 +214,11 @@ def test_resumed_by_another_number_of_ranks(place):
     )
     rank_processes.run(2, "train", place, cases=cut_off("two"), steps=STEPS)
     rank_processes.train(ALONE, place, cut_off("one"), STEPS)
-    for world, before in ((1, "two"), (3, "two"), (2, "one")):
+    for world, before in (
+        (1, "two"),
+        (3, "two"),
+        (2, "one"),
+    ):
         resumed = {
             name: case | {"run": f"{name} by {before}, then {world}"}
             for name, case in cases.items()

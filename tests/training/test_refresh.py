@@ -128,7 +128,8 @@ def test_batches_of_a_round_hold_every_query_once_whatever_the_size_of_clusters(
         made.save(tmp_path / f"{start}-{epoch}", epoch)
         for loaded in (made, Refresh.load(tmp_path / f"{start}-{epoch}", epoch)):
             batches = loaded.batches(ROWS, batch, seed=1, epoch=epoch)
-            assert len(batches) == count and max(len(b) for b in batches) <= batch
+            assert len(batches) == count
+            assert max(len(b) for b in batches) <= batch
             assert sorted(np.concatenate(batches).tolist()) == ROWS.tolist()
 
 
@@ -159,21 +160,21 @@ def test_similar_queries_share_a_small_cluster_and_clusters_are_mixed_anew_each_
 def test_random_batches_at_first_need_no_vectors(tiny_params, refresh):
     params = tiny_params(**{"pool.cluster_start": 1, "pool.eta": 0})
     made, report = refresh(params, 0, never, never)
-    assert made.order.tolist() == ROWS.tolist() and np.diff(made.offsets).tolist() == [1] * len(
-        ROWS
-    )
+    assert made.order.tolist() == ROWS.tolist()
+    expected = [1] * len(ROWS)
+    assert np.diff(made.offsets).tolist() == expected
     assert "clusters" not in report
     batches = made.batches(ROWS, 12, seed=0, epoch=0)
-    assert {len(b) for b in batches} <= {10, 11} and batches[0].tolist() != sorted(
-        batches[0].tolist()
-    )
+    assert {len(b) for b in batches} <= {10, 11}
+    assert batches[0].tolist() != sorted(batches[0].tolist())
     with pytest.raises(AssertionError, match="not needed"):
         refresh(params, params.pool.refresh, never, never)
 
 
 def test_negatives_are_mined_also_while_batches_are_random(tiny_params, refresh):
     made, _ = refresh(tiny_params(**{"pool.cluster_start": 1}), 0)
-    assert made.negatives is not None and (made.negatives[ROWS] >= 0).any()
+    assert made.negatives is not None
+    assert (made.negatives[ROWS] >= 0).any()
 
 
 def test_a_training_goes_through_the_curriculum(open_trainer):

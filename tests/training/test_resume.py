@@ -27,7 +27,8 @@ def assert_same(ours, theirs):
     assert one.keys() == other.keys()
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
     assert history(ours) == history(theirs)
-    assert len(history(ours)) == ours.at.step == theirs.at.step
+    assert len(history(ours)) == theirs.at.step
+    assert ours.at.step == theirs.at.step
 
 
 class Killed(BaseException):
@@ -127,7 +128,8 @@ def test_without_a_checkpoint_it_begins_again(open_trainer, monkeypatch):
     kill_at(part, monkeypatch, {3})
     with pytest.raises(Killed):
         train_to_the_end(part)
-    assert [line["step"] for line in history(part)] == [0, 1, 2]
+    steps = [line["step"] for line in history(part)]
+    assert steps == [0, 1, 2]
     with open(part.run_dir / "history.jsonl", "a") as file:
         file.write('{"step": 3, "lo')  # a line cut off
     resumed = open_trainer("parts")
@@ -162,7 +164,9 @@ def test_a_signal_ends_the_step_and_saves(open_trainer, monkeypatch, number):
         signal.signal(number, before)
     assert seen == [(number, 6)]
     resumed = open_trainer("parts", **DROPOUTS)
-    assert (resumed.at.epoch, resumed.at.epoch_step, resumed.at.step) == (1, 2, 6)
+    assert resumed.at.epoch == 1
+    assert resumed.at.epoch_step == 2
+    assert resumed.at.step == 6
     assert_same(train_to_the_end(resumed), whole)
 
 
@@ -285,15 +289,16 @@ def test_with_patience_it_ends_early_and_killed_anywhere_with_the_same_bits(
     open_trainer, monkeypatch, cuts
 ):
     whole = run_with_patience(open_trainer("whole", **PATIENT))
-    assert (whole.at.epoch, whole.at.step) == (10, 10 * whole.steps_per_epoch) and whole.finished
+    assert whole.at.epoch == 10
+    assert whole.at.step == 10 * whole.steps_per_epoch
+    assert whole.finished
     rates = [
         json.loads(line)["lr_heads"]
         for line in (whole.run_dir / "history.jsonl").read_text().splitlines()
     ]
     last = 8 * whole.steps_per_epoch
-    assert len(set(rates[whole.steps_per_epoch : last + 1])) == 1 and all(
-        a > b for a, b in pairwise(rates[last:])
-    )
+    assert len(set(rates[whole.steps_per_epoch : last + 1])) == 1
+    assert all(a > b for a, b in pairwise(rates[last:]))
     for cut in cuts:
         part = open_trainer("parts", **PATIENT)
         kill_at(part, monkeypatch, {cut})

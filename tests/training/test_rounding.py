@@ -60,7 +60,8 @@ def test_what_bfloat16_holds_stays():
     exact = [0.0, -0.0, 1.0, -1.5, 3.0e38, 2.0**-126, 1e-40, math.inf, -math.inf, 0.0078125]
     values = torch.tensor(exact).bfloat16().float().tolist()
     result = rounded(values, 500)
-    assert torch.equal(result, torch.tensor(values).bfloat16().expand(500, -1))
+    expected = torch.tensor(values).bfloat16().expand(500, -1)
+    assert torch.equal(result, expected)
     assert bool((torch.signbit(result[:, 1])).all())
 
 
@@ -73,7 +74,8 @@ def test_nan_stays_nan_and_the_largest_do_not_wrap():
     largest = float(torch.finfo(torch.float32).max)
     result = rounded([largest, -largest], 2000).float()
     top = float(torch.finfo(torch.bfloat16).max)
-    assert bool((result[:, 0] >= top).all()) and bool((result[:, 1] <= -top).all())
+    assert bool((result[:, 0] >= top).all())
+    assert bool((result[:, 1] <= -top).all())
 
 
 def test_small_updates_count_on_average(rng):
@@ -94,7 +96,8 @@ def test_small_updates_count_on_average(rng):
 def test_noise_is_uniform_and_differs_by_all_it_is_made_of():
     rows = torch.randperm(100_000)[:20_000]
     noise = row_noise(rows, 7, "a")
-    assert noise.shape == (20_000, 7) and noise.dtype == torch.int16
+    assert noise.shape == (20_000, 7)
+    assert noise.dtype == torch.int16
     for bits in (noise >> 8, noise & 0xFF):
         count = torch.bincount((bits.flatten().to(torch.int64)) & 0xFF, minlength=256).double()
         expected = noise.numel() / 256
@@ -103,9 +106,13 @@ def test_noise_is_uniform_and_differs_by_all_it_is_made_of():
     correlation = torch.corrcoef(torch.cat([x.T, torch.roll(x, 1, 0).T]))
     assert float((correlation - torch.eye(14)).abs().max()) < 5 / math.sqrt(len(rows))
     assert torch.equal(row_noise(rows.flip(0), 7, "a"), noise.flip(0))  # whatever the order
-    for other in (row_noise(rows, 7, "b"), row_noise(rows + 1, 7, "a")):
+    for other in (
+        row_noise(rows, 7, "b"),
+        row_noise(rows + 1, 7, "a"),
+    ):
         assert float((other == noise).double().mean()) < 0.001
-    assert row_noise(torch.zeros(0, dtype=torch.int64), 7, "a").shape == (0, 7)
+    shape = row_noise(torch.zeros(0, dtype=torch.int64), 7, "a").shape
+    assert shape == (0, 7)
 
 
 @pytest.mark.parametrize("kind", sorted(ROW_OPTIMISERS))

@@ -200,7 +200,12 @@ def test_all_rows_equal_torch(rng, kind, width, theirs):
         theirs.step()
         loss_of(table.gather(None), target).backward()
         ours.step(step + 1, 1.0)
-    torch.testing.assert_close(table.weight.detach(), reference.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        table.weight.detach(),
+        reference.detach(),
+        rtol=1e-6,
+        atol=1e-6,
+    )
 
 
 def test_all_rows_adamw_equals_torch_where_steps_use_some_rows(table, rng):
@@ -219,7 +224,12 @@ def test_all_rows_adamw_equals_torch_where_steps_use_some_rows(table, rng):
         theirs.step()
         loss_of(table.gather(rows), target).backward()
         ours.step(step + 1, 1.0)
-    torch.testing.assert_close(table.weight.detach(), reference.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        table.weight.detach(),
+        reference.detach(),
+        rtol=1e-6,
+        atol=1e-6,
+    )
 
 
 def test_some_rows_then_all_rows_share_their_moments(table, rng):
@@ -239,7 +249,12 @@ def test_some_rows_then_all_rows_share_their_moments(table, rng):
         rows = None if step % 2 else every[order]
         loss_of(table.gather(rows), target if rows is None else target[order]).backward()
         ours.step(step + 1, 1.0)
-    torch.testing.assert_close(table.weight.detach(), reference.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        table.weight.detach(),
+        reference.detach(),
+        rtol=1e-6,
+        atol=1e-6,
+    )
 
 
 # -- what a step touches
@@ -307,7 +322,10 @@ def test_scale_is_a_scaled_gradient(table, rng):
     target = random_target(rng)
     (loss_of(table.gather(rows), target) * 0.125).backward()
     loss_of(other.gather(rows), target).backward()
-    for optimiser, scale in ((RowAdam(table, LR), 1.0), (RowAdam(other, LR), torch.tensor(0.125))):
+    for optimiser, scale in (
+        (RowAdam(table, LR), 1.0),
+        (RowAdam(other, LR), torch.tensor(0.125)),
+    ):
         optimiser.step(1, 1.0, scale)
     assert torch.equal(table.weight, other.weight)
 
@@ -329,8 +347,8 @@ def test_a_step_without_a_gradient_changes_nothing_and_forgets(table, kind):
 
 @pytest.mark.parametrize("gap", [7, 1000])
 def test_one_late_use_moves_a_row_a_tenth_as_far_as_dense_adam(gap):
-    """Lazy: (1 - b1) / sqrt(1 - b2) = 3.16 rates, at once. Dense goes on in the steps between: 31.8
-    in the end.
+    """Lazy: (1 - b1) / sqrt(1 - b2) = 3.16 rates, at once. Dense moves in the steps between, too:
+    31.8 in the end.
     """
     step = 100_000  # the bias corrections are 1
     table = RowTable(1, 1, torch.float64).train()
@@ -348,9 +366,8 @@ def test_one_late_use_moves_a_row_a_tenth_as_far_as_dense_adam(gap):
     first = 0.1 / math.sqrt(0.001)
     assert -float(table.weight) == pytest.approx(first, rel=1e-4)
     ratio = 0.9 / math.sqrt(0.999)
-    assert -float(weight.detach()) == pytest.approx(
-        first * (1 - ratio**gap) / (1 - ratio), rel=1e-4
-    )
+    expected = first * (1 - ratio**gap) / (1 - ratio)
+    assert -float(weight.detach()) == pytest.approx(expected, rel=1e-4)
     assert first / (1 - ratio) == pytest.approx(31.8, abs=0.1)
 
 
@@ -397,7 +414,11 @@ def test_bfloat16_continues_bit_for_bit(rng, kind):
     other.weight.copy_(whole.weight)
     another_seed = ROW_OPTIMISERS[kind](other, LR, "another")
     copy_state(optimiser, another_seed)
-    for table, its in ((whole, optimiser), (half, resumed), (other, another_seed)):
+    for table, its in (
+        (whole, optimiser),
+        (half, resumed),
+        (other, another_seed),
+    ):
         steps(table, its, 3, 6)
     assert torch.equal(whole.weight, half.weight)
     assert not torch.equal(whole.weight, other.weight)
@@ -409,7 +430,10 @@ def test_parts_of_a_table_train_as_the_whole(rng, kind):
     whole = make_table(rng, torch.bfloat16)
     cut = 13
     halves = []
-    for first, count in ((0, cut), (cut, ROWS - cut)):
+    for first, count in (
+        (0, cut),
+        (cut, ROWS - cut),
+    ):
         half = RowTable(
             ROWS, WIDTH, torch.bfloat16, Placement(first_row=first, num_rows=count)
         ).train()
@@ -426,4 +450,5 @@ def test_parts_of_a_table_train_as_the_whole(rng, kind):
             own = None if rows is None else rows[(rows >= first) & (rows < last)]
             table.gather(own).grad = grad[first:last].clone() if own is None else grad[own].clone()
             optimiser.step(step + 1, 1.0)
-    assert torch.equal(whole.weight, torch.cat([half.weight for half in halves]))
+    expected = torch.cat([half.weight for half in halves])
+    assert torch.equal(whole.weight, expected)

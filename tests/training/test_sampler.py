@@ -77,7 +77,8 @@ def check_pairs(case, batch):
     ]
     assert batch.num_positives_B.tolist() == [int(case.positive[row].sum()) for row in batch.rows_B]
     dense = case.relevance.toarray()
-    assert batch.relevance_P.dtype == np.float32 and batch.sampled_P.dtype == bool
+    assert batch.relevance_P.dtype == np.float32
+    assert batch.sampled_P.dtype == bool
     assert batch.relevance_P.tolist() == [dense[batch.rows_B[i], pool[s]] for i, s in pairs]
 
 
@@ -119,7 +120,8 @@ def test_without_a_limit_the_pool_is_sampled_positives_and_hard_negatives(rng):
     sampled = sampled_labels(batch)
     for i, row in enumerate(rows):
         positives = set(np.flatnonzero(case.positive[row]).tolist())
-        assert sampled[i] <= positives and len(sampled[i]) == min(2, len(positives))
+        assert sampled[i] <= positives
+        assert len(sampled[i]) == min(2, len(positives))
     from_positives = set().union(*sampled.values())
     hard = set(batch.pool_S.tolist()) - from_positives
     assert hard <= set().union(*(case.allowed(row) for row in rows))
@@ -134,7 +136,12 @@ def test_hard_negatives_of_one_query(rng):
     for row in range(40):
         for eta in (1, 3, 8, 50):
             sampler = case.sampler(eta=eta)
-            batch = sampler.batch(np.array([row]), epoch=0, step=0, shortlist_NH=case.shortlist)
+            batch = sampler.batch(
+                np.array([row]),
+                epoch=0,
+                step=0,
+                shortlist_NH=case.shortlist,
+            )
             hard = set(batch.pool_S.tolist()) - sampled_labels(batch)[0]
             assert hard <= case.allowed(row)
             assert len(hard) == min(eta, len(case.allowed(row)))
@@ -169,7 +176,12 @@ def test_size_limit_takes_groups_in_order_and_the_most_frequent_first(size, fill
     case = SamplerCase(rng)
     rows = rng.choice(40, size=10, replace=False)
     # eta beyond the shortlist: every allowed entry is drawn, so frequencies are known.
-    unlimited = case.sampler(eta=8).batch(rows, epoch=3, step=4, shortlist_NH=case.shortlist)
+    unlimited = case.sampler(eta=8).batch(
+        rows,
+        epoch=3,
+        step=4,
+        shortlist_NH=case.shortlist,
+    )
     sampled = sampled_labels(unlimited)
     groups = [Counter(label for labels in sampled.values() for label in labels)]
     groups.append(Counter(label for row in rows for label in case.allowed(row)))
@@ -261,7 +273,12 @@ def test_a_fill_that_finds_nothing_changes_nothing(rng):
 
 def test_full_pool_is_all_labels_and_still_marks_sampled_positives(rng):
     case = SamplerCase(rng)
-    batch = case.sampler(beta=1).batch(np.arange(12), epoch=0, step=0, up_to=30)
+    batch = case.sampler(beta=1).batch(
+        np.arange(12),
+        epoch=0,
+        step=0,
+        up_to=30,
+    )
     assert batch.pool_S.tolist() == list(range(30))
     assert (
         np.bincount(batch.positive_row_P, minlength=12).tolist() == batch.num_positives_B.tolist()
@@ -285,7 +302,8 @@ def test_a_pool_is_filled_up_by_labels_drawn_alike(rng, size):
         given = {"epoch": 0, "step": step, "shortlist_NH": case.shortlist}
         pool = sampler.batch(rows, **given)
         more = sampler.batch(rows, **given, up_to=24)
-        assert set(pool.pool_S) <= set(more.pool_S) and (np.diff(more.pool_S) > 0).all()
+        assert set(pool.pool_S) <= set(more.pool_S)
+        assert (np.diff(more.pool_S) > 0).all()
         assert sampled_labels(pool) == {
             row: own & set(pool.pool_S) for row, own in sampled_labels(more).items()
         }
@@ -316,7 +334,11 @@ def test_a_batch_depends_on_seed_epoch_and_step_only(rng):
     one = case.sampler(**limits)
     other = case.sampler(**limits)
     first = draw(one, 2, 5)
-    for epoch, step in ((0, 0), (2, 6), (3, 5)):
+    for epoch, step in (
+        (0, 0),
+        (2, 6),
+        (3, 5),
+    ):
         draw(other, epoch, step)
     assert draw(other, 2, 5) == first
     different = [
@@ -343,7 +365,10 @@ def test_sampling_is_uniform():
         seen.update(
             sampler.batch(np.array([0]), epoch=0, step=step, shortlist_NH=shortlist).pool_S.tolist()
         )
-    for labels, share in ((range(5), 2 / 5), (range(5, 9), 3 / 4)):
+    for labels, share in (
+        (range(5), 2 / 5),
+        (range(5, 9), 3 / 4),
+    ):
         for label in labels:
             assert abs(seen[label] / draws - share) < 5 * np.sqrt(share * (1 - share) / draws)
     assert set(seen) == set(range(9))
@@ -362,7 +387,8 @@ def test_ties_at_the_limit_are_broken_at_random():
         pool = sampler.batch(np.arange(10), epoch=0, step=step, shortlist_NH=None).pool_S
         assert len(pool) == 3
         seen.update(pool.tolist())
-    assert len(seen) == 10 and max(seen.values()) < 200
+    assert len(seen) == 10
+    assert max(seen.values()) < 200
 
 
 @settings(max_examples=150, deadline=None, database=None)
@@ -427,7 +453,16 @@ def test_a_batch_with_nothing_to_learn():
 
 
 @pytest.mark.parametrize(
-    ("n", "size"), [(1, 4), (4, 4), (5, 4), (103, 10), (100, 10), (7, 1), (3, 1000)]
+    ("n", "size"),
+    [
+        (1, 4),
+        (4, 4),
+        (5, 4),
+        (103, 10),
+        (100, 10),
+        (7, 1),
+        (3, 1000),
+    ],
 )
 def test_random_batches_cover_rows_once_in_even_sizes(n, size):
     rows = np.arange(n) * 3 + 5
@@ -435,15 +470,26 @@ def test_random_batches_cover_rows_once_in_even_sizes(n, size):
     sizes = [len(batch) for batch in batches]
     assert sorted(np.concatenate([*batches, []]).tolist()) == rows.tolist()
     assert len(batches) == -(-n // size)
-    assert not sizes or (max(sizes) - min(sizes) <= 1 and max(sizes) <= size and min(sizes) > 0)
+    if sizes:
+        assert max(sizes) - min(sizes) <= 1
+        assert max(sizes) <= size
+        assert min(sizes) > 0
 
 
 def test_random_batches_change_by_epoch_and_repeat_for_the_same():
     def flat(epoch, seed=0):
-        return np.concatenate(random_batches(np.arange(50), 8, seed=seed, epoch=epoch)).tolist()
+        return np.concatenate(
+            random_batches(
+                np.arange(50),
+                8,
+                seed=seed,
+                epoch=epoch,
+            )
+        ).tolist()
 
     assert flat(1) == flat(1)
-    assert flat(1) != flat(2) != list(range(50)) and flat(1) != flat(1, seed=1)
+    assert flat(1) != flat(2) != list(range(50))
+    assert flat(1) != flat(1, seed=1)
 
 
 def test_clustered_batches_are_the_clusters_in_another_order_each_epoch():
@@ -456,13 +502,23 @@ def test_clustered_batches_are_the_clusters_in_another_order_each_epoch():
         batches = [batch.tolist() for batch in clustered_batches(order, offsets, 0, epoch, 5)]
         assert sorted(batches) == sorted(expected)
         again = clustered_batches(order, offsets, 0, epoch, 5)
-        assert [batch.tolist() for batch in again] == batches and again[0].dtype == np.int64
+        assert [batch.tolist() for batch in again] == batches
+        assert again[0].dtype == np.int64
         orders.add(str(batches))
     assert len(orders) > 10  # of 24
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "size"), [(0, 3), (1, 1), (2, 1), (43, 12), (48, 12), (49, 12), (1000, 7)]
+    ("num_rows", "size"),
+    [
+        (0, 3),
+        (1, 1),
+        (2, 1),
+        (43, 12),
+        (48, 12),
+        (49, 12),
+        (1000, 7),
+    ],
 )
 def test_number_of_clusters_is_the_smallest_power_of_two_that_fits(num_rows, size):
     depth = 0
@@ -473,7 +529,13 @@ def test_number_of_clusters_is_the_smallest_power_of_two_that_fits(num_rows, siz
 
 @pytest.mark.parametrize(
     ("num_rows", "cluster", "batch"),
-    [(43, 2, 12), (43, 1, 12), (97, 5, 20), (64, 4, 16), (5, 1, 8)],
+    [
+        (43, 2, 12),
+        (43, 1, 12),
+        (97, 5, 20),
+        (64, 4, 16),
+        (5, 1, 8),
+    ],
 )
 def test_small_clusters_are_dealt_whole_to_batches_of_even_size(num_rows, cluster, batch):
     # sizes differ by one
@@ -491,13 +553,15 @@ def test_small_clusters_are_dealt_whole_to_batches_of_even_size(num_rows, cluste
         again = clustered_batches(order, offsets, seed=0, epoch=epoch, num_batches=count)
         assert [b.tolist() for b in batches] == [b.tolist() for b in again]
         sizes = [len(b) for b in batches]
-        assert len(batches) == count and max(sizes) <= batch and max(sizes) - min(sizes) <= 1
+        assert len(batches) == count
+        assert max(sizes) <= batch
+        assert max(sizes) - min(sizes) <= 1
         assert sorted(np.concatenate(batches).tolist()) == list(range(num_rows))
         held = [{of_row[int(row)] for row in b} for b in batches]
         assert sum(len(h) for h in held) == len(set().union(*held)), "no cluster is torn"
         together.update(frozenset(h) for h in held)
     if count > 1:
-        assert len(together) > count, "each epoch deals anew"
+        assert len(together) > count, "each epoch draws other batches"
 
 
 def sequential_chances(weights, beta):
@@ -555,7 +619,8 @@ def test_weights_leave_the_other_draws_as_they_were(rng):
             )
             for options in ({}, {"weight_L": weight_L}, {"weight_L": weight_L})
         ]
-        assert as_bytes(batches[0]) == as_bytes(batches[1]) == as_bytes(batches[2])
+        assert as_bytes(batches[0]) == as_bytes(batches[1])
+        assert as_bytes(batches[1]) == as_bytes(batches[2])
         few = [
             case.sampler(beta=1, weight_L=weight_L).batch(
                 np.arange(20), epoch=1, step=step, shortlist_NH=None

@@ -62,7 +62,8 @@ def test_the_bag_keeps_the_weights_of_its_start(two_stages):
     for name in ("embedding", "log_weight"):
         ours, theirs = (getattr(t.model.encoder.bag, name).weight for t in (second, first))
         assert torch.equal(ours, theirs)
-    assert second.identity["encoder.start"] != '""' and first.identity["encoder.start"] == '""'
+    assert second.identity["encoder.start"] != '""'
+    assert first.identity["encoder.start"] == '""'
 
 
 def test_the_start_is_part_of_the_identity_by_content(two_stages, open_trainer, tmp_path):
@@ -197,9 +198,19 @@ def test_a_residual_step_is_that_of_a_dense_reference(open_trainer):
     expected = -torch.stack(
         [log_p_BS[i, torch.from_numpy(row)].mean() for i, row in enumerate(pairs)]
     ).mean()
-    torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        loss.detach().double(),
+        expected.detach(),
+        rtol=1e-5,
+        atol=1e-6,
+    )
     expected.backward()
-    torch.testing.assert_close(model.head_clf[0].weight.grad.double(), w.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        model.head_clf[0].weight.grad.double(),
+        w.grad,
+        rtol=1e-4,
+        atol=1e-5,
+    )
     torch.testing.assert_close(
         model.table.used[1].grad.double(), free_SD.grad, rtol=1e-4, atol=1e-5
     )
@@ -213,7 +224,8 @@ def test_a_residual_classifier_is_whole_wherever_it_is_looked_at(open_trainer, t
     free_LD = trainer.model.table.weight
     assert free_LD.any()
     rows_LD = trainer.classifier()[0]
-    np.testing.assert_allclose(rows_LD, (text_LD + free_LD).numpy(), rtol=1e-4, atol=1e-6)
+    expected = (text_LD + free_LD).numpy()
+    np.testing.assert_allclose(rows_LD, expected, rtol=1e-4, atol=1e-6)
     loaded = UniDEC.load(export(trainer, tmp_path / "exported"))
     assert np.array_equal(loaded.classifier_table()[0], rows_LD)
     only = open_trainer("clf", **{"model.clf_residual": True, "model.heads": "clf"})
@@ -224,7 +236,8 @@ def test_tail_positives_are_drawn_by_inverse_propensity(open_trainer, tiny_datas
     trainer: Trainer = open_trainer(**{"pool.positives": "tail", "pool.beta": 1, "pool.eta": 0})
     count_L = np.asarray((tiny_dataset.relevance[tiny_dataset.rows("train")] > 0).sum(0)).ravel()
     weight_L = trainer.batches.sampler.weight_L
-    assert (np.diff(weight_L[np.argsort(count_L)]) <= 1e-12).all() and weight_L.min() >= 1
+    assert (np.diff(weight_L[np.argsort(count_L)]) <= 1e-12).all()
+    assert weight_L.min() >= 1
     drawn = {"tail": 0.0, "uniform": 0.0}
     for name in drawn:
         sampler = (

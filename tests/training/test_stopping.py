@@ -81,12 +81,11 @@ def test_lines_of_a_past_that_was_cut_off_do_not_count(tmp_path):
     stopping = Stopping(20, 2, 1)
     lines = lines_of(stopping, [3.0, 2.0, 1.0], [1.0, 2.0, 3.0])
     (tmp_path / ROUNDS).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert stopping.read(tmp_path, 2) == (18, 20) and stopping.read(tmp_path, 4) == stopping.read(
-        tmp_path, 6
-    ) == (4, 6)
-    assert Stopping(20, 2).read(tmp_path, 6) == (18, 20) and stopping.read(
-        tmp_path / "none", 6
-    ) == (18, 20)
+    assert stopping.read(tmp_path, 2) == (18, 20)
+    assert stopping.read(tmp_path, 4) == (4, 6)
+    assert stopping.read(tmp_path, 6) == (4, 6)
+    assert Stopping(20, 2).read(tmp_path, 6) == (18, 20)
+    assert stopping.read(tmp_path / "none", 6) == (18, 20)
 
 
 def test_the_rate_is_constant_and_falls_in_the_last_round(open_trainer):
@@ -95,11 +94,10 @@ def test_the_rate_is_constant_and_falls_in_the_last_round(open_trainer):
     optimisers.last_round = (40, 50)
     rise = optimisers.warmup
     factors = [optimisers.factor(step) for step in range(50)]
-    assert factors[:rise] == pytest.approx([(step + 1) / rise for step in range(rise)])
+    expected = [(step + 1) / rise for step in range(rise)]
+    assert factors[:rise] == pytest.approx(expected)
     assert set(factors[rise:41]) == {1.0}
-    assert (
-        factors[40:] == pytest.approx([(50 - step) / 10 for step in range(40, 50)])
-        and optimisers.factor(50) == 0
-    )
+    assert factors[40:] == pytest.approx([(50 - step) / 10 for step in range(40, 50)])
+    assert optimisers.factor(50) == 0
     optimisers.last_round = (0, 6)  # it is the first round, too
     assert all(0 < factor <= 1 for factor in map(optimisers.factor, range(6)))

@@ -123,9 +123,7 @@ def slow_ds(logit, positive, ignored):
     """Decoupled softmax, PSL, rows to columns: one pair after the other."""
     rows = []
     for i in range(len(logit)):
-        negatives = [
-            logit[i][j] for j in range(len(logit[i])) if not positive[i][j] and not ignored[i][j]
-        ]
+        negatives = logit[i][~(positive[i] | ignored[i])]
         one = [
             math.log(math.exp(x) + sum(map(math.exp, negatives))) - x
             for x, p in zip(logit[i], positive[i])
@@ -149,7 +147,13 @@ def slow_bce(logit, positive, ignored, normalise):
     return total / (positive.any(1).sum() if normalise == "rows" else entries)
 
 
-@pytest.mark.parametrize(("everything", "normalise"), [(False, "rows"), (True, "entries")])
+@pytest.mark.parametrize(
+    ("everything", "normalise"),
+    [
+        (False, "rows"),
+        (True, "entries"),
+    ],
+)
 def test_the_losses_of_a_step_equal_loops(open_trainer, tiny_dataset, everything, normalise):
     """Both heads, both directions, weights, temperature, filter pairs and bias, from texts to the
     two figures.
@@ -233,11 +237,13 @@ def test_every_system_learns(open_trainer, tiny_dataset, system):
     trainer = open_trainer(**SYSTEMS[system])
     epochs = trainer.settings.optim.epochs
     reports = train(trainer, epochs // 2)
-    assert [report.finished for report in reports] == [False] * (epochs // 2 - 1) + [True]
+    expected = [False] * (epochs // 2 - 1) + [True]
+    assert [report.finished for report in reports] == expected
     lines = history(trainer)
     # 43 queries, 40 label texts
     assert trainer.steps_per_epoch == (8 if trainer.settings.pool.gandalf else 4)
-    assert [line["step"] for line in lines] == list(range(trainer.steps_per_epoch * epochs))
+    steps = [line["step"] for line in lines]
+    assert steps == list(range(trainer.steps_per_epoch * epochs))
     losses = [line["loss"] for line in lines]
     assert np.mean(losses[-4:]) < 0.97 * np.mean(losses[:4])
     heads = trainer.settings.model.heads
@@ -247,7 +253,8 @@ def test_every_system_learns(open_trainer, tiny_dataset, system):
         assert line["loss"] == pytest.approx(sum(parts))
         assert 0 < line["pool_size"] <= tiny_dataset.num_labels
         assert 1 <= line["positives_per_query"] <= tiny_dataset.num_labels
-        assert line["grad_norm"] > 0 and math.isfinite(line["grad_norm"])
+        assert line["grad_norm"] > 0
+        assert math.isfinite(line["grad_norm"])
     assert lines[3]["epoch"] == 3 / trainer.steps_per_epoch
 
 
@@ -267,10 +274,12 @@ def test_logged_figures_are_those_of_the_batch(open_trainer):
     assert figures["pool_size"] == len(batch.pool.pool_S)
     assert figures["positives_per_query"] == pytest.approx(positives / 9)
     quarter = 1 / trainer.optimisers.warmup
+    expected = (0.02 * quarter, 0.03 * quarter, 0.04 * quarter)
     assert (figures["lr_clf"], figures["lr_heads"], figures["lr_encoder"]) == pytest.approx(
-        (0.02 * quarter, 0.03 * quarter, 0.04 * quarter)
+        expected
     )
-    assert figures["texts_per_s"] > 0 and figures["tokens_per_s"] > figures["texts_per_s"]
+    assert figures["texts_per_s"] > 0
+    assert figures["tokens_per_s"] > figures["texts_per_s"]
     monkeyed = pytest.MonkeyPatch()
     with monkeyed.context() as patch:
         patch.setattr(module, "LOG_EVERY", 10)
@@ -280,7 +289,11 @@ def test_logged_figures_are_those_of_the_batch(open_trainer):
 
 def test_another_seed_is_another_training(open_trainer):
     runs = []
-    for name, seed in (("a", 1), ("b", 2), ("c", 1)):
+    for name, seed in (
+        ("a", 1),
+        ("b", 2),
+        ("c", 1),
+    ):
         runs.append(open_trainer(name, seed=seed))
         train(runs[-1])
     assert history(runs[0]) == history(runs[2]) != history(runs[1])
@@ -313,7 +326,8 @@ def test_a_refresh_makes_what_is_needed(open_trainer, tiny_dataset, overrides, c
     trainer = open_trainer(**overrides)
     report = trainer.refresh()
     made = Refresh.load(trainer.run_dir / "refresh" / "epoch-00000", 0)
-    assert (made.order is not None, made.negatives is not None) == (clusters, mined)
+    assert made.order is not None == clusters
+    assert made.negatives is not None == mined
     if clusters:
         assert sorted(made.order) == trainer.rows.tolist()
         assert report["clusters"] == trainer.steps_per_epoch == 4
@@ -339,7 +353,8 @@ def test_hard_negatives_of_an_approximate_search(open_trainer):
     exact = open_trainer("exact")
     approximate = open_trainer("faiss", **{"pool.mining": "faiss"})
     reports = exact.refresh(), approximate.refresh()
-    assert "mine_recall" not in reports[0] and reports[1]["mine_recall"] == 1.0
+    assert "mine_recall" not in reports[0]
+    assert reports[1]["mine_recall"] == 1.0
     found = [
         Refresh.load(trainer.run_dir / "refresh" / "epoch-00000", 0).negatives
         for trainer in (exact, approximate)
@@ -388,10 +403,12 @@ def test_what_is_not_finite_stops_before_the_step(open_trainer, monkeypatch, fau
     assert "epoch 2, step 8" in message
     assert all(uid in message for uid in trainer.dataset.query_uids(rows[:5]))
     assert "loss_de" in message and "loss_clf" in message and "fix:" in message
-    assert same(before, weights(trainer)) and same(before_moments, moments(trainer))
+    assert same(before, weights(trainer))
+    assert same(before_moments, moments(trainer))
     assert trainer.optimisers.gradients() == []
     if fault is not fault_in_dense_gradient:  # nothing of it is left
-        assert trainer.train_step(trainer.prepare(rows, 0))["loss"] > 0
+        loss = trainer.train_step(trainer.prepare(rows, 0))["loss"]
+        assert loss > 0
 
 
 def test_a_nan_among_the_weights_is_caught_at_once(open_trainer):
@@ -441,7 +458,11 @@ def test_a_gpu_has_its_number_in_every_thread(monkeypatch):
     `set_device` said here.
     """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for local_rank, device in (("0", "auto"), ("1", "auto"), ("1", "cuda")):
+    for local_rank, device in (
+        ("0", "auto"),
+        ("1", "auto"),
+        ("1", "cuda"),
+    ):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         assert choose_device(device) == torch.device("cuda", int(local_rank))
     monkeypatch.delenv("LOCAL_RANK")

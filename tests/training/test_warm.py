@@ -1,4 +1,4 @@
-"""A training that goes on from an earlier model: what it takes by which label, and that it is a run
+"""A training that starts from an earlier model: what it takes by which label, and that it is a run
 like any other.
 """
 
@@ -203,7 +203,8 @@ def test_rows_go_to_the_labels_they_are_of(
         )
         np.testing.assert_allclose(ours, expected_LD[mine].numpy(), **tolerance)
         if not settings.get("clf_residual"):  # bit for bit
-            assert np.array_equal(ours[kept], expected_LD[mine].numpy()[kept])
+            expected = expected_LD[mine].numpy()[kept]
+            assert np.array_equal(ours[kept], expected)
         if settings.get("clf_bias"):
             np.testing.assert_allclose(our_bias, expected_L[mine].numpy(), rtol=1e-4)
             assert np.array_equal(our_bias[kept], expected_L[mine].numpy()[kept])
@@ -323,14 +324,18 @@ def test_a_training_starts_where_the_other_ended(go_on):
     for row, uid in enumerate(second.dataset.label_uids()):
         # a new label's text is encoded in another batch: on some processors its row rounds
         # differently
-        same = torch.allclose(shrunk[row], second.model.table.weight[row], rtol=0, atol=1e-6)
+        same = torch.allclose(
+            shrunk[row],
+            second.model.table.weight[row],
+            rtol=0,
+            atol=1e-6,
+        )
         assert same == uid.startswith("new"), uid
     begun = read_json_lines(first.run_dir / "history.jsonl")[0]["loss"]
     train_to_the_end(second)
-    assert (
-        second.at.epoch == 2
-        and read_json_lines(second.run_dir / "history.jsonl")[0]["loss"] < begun
-    )
+    assert second.at.epoch == 2
+    loss = read_json_lines(second.run_dir / "history.jsonl")[0]["loss"]
+    assert loss < begun
 
 
 def test_a_temperature_that_is_not_learnt_is_a_parameter(go_on):

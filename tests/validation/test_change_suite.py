@@ -47,7 +47,8 @@ def test_great_expectations_agrees_with_the_checks_also_on_the_bounds(tmp_path: 
     results = run_change_suite(checks, tmp_path / "docs")
     assert {"ok", "warning", "stop"} == {check.state for check in checks}
     assert stated(results) == {check.key: check.state for check in checks if check.key != "free"}
-    assert len(results) == 2 * 30 + 1 + 2 + 2
+    expected = 2 * 30 + 1 + 2 + 2
+    assert len(results) == expected
     assert (tmp_path / "docs" / "index.html").is_file()
     page = next((tmp_path / "docs" / "validations").rglob("*.html")).read_text()
     assert "only_warn" in page

@@ -85,14 +85,14 @@ def sentences(verdict: dict[str, Any], part: str) -> list[str]:
     "text", ["", " ", "\t\n", "\u00a0", "\u200b", "\ufeff\u2060", "\x00", "\u3000\u2028"]
 )
 def test_what_is_blank(text: str) -> None:
-    assert is_blank(text) and are_blank(pa.array([text, f"a{text}"])).to_pylist() == [True, False]
+    assert is_blank(text)
+    assert are_blank(pa.array([text, f"a{text}"])).to_pylist() == [True, False]
 
 
 @pytest.mark.parametrize("text", ["a", " \u200b.", "日本", "😀", "\u0301"])
 def test_what_is_not_blank(text: str) -> None:
-    assert not is_blank(text) and are_blank(text_array([text], pa.large_string())).to_pylist() == [
-        False
-    ]
+    assert not is_blank(text)
+    assert are_blank(text_array([text], pa.large_string())).to_pylist() == [False]
 
 
 def test_a_title_that_is_blank_is_read_as_its_content_and_counted(tmp_path: Path) -> None:
@@ -133,7 +133,8 @@ def test_texts_that_are_empty_only_for_the_model_are_found(tmp_path: Path, text:
     """An invisible title and content: nothing to read, although neither is the empty string."""
     dataset = stored(tmp_path / "d", {"train": [("\u200b", "\u00a0"), *words(0, 9)]}, words(0, 10))
     lengths = query_frame(dataset, Reading(text))["text_length"].tolist()
-    assert lengths[0] == 0 and all(lengths[1:])
+    assert lengths[0] == 0
+    assert all(lengths[1:])
 
 
 def test_a_tokenizer_that_does_not_know_the_language_fails_with_the_fix(tmp_path: Path) -> None:
@@ -208,7 +209,8 @@ def test_labels_of_one_text_are_counted_once_and_empty_ones_not_at_all(tmp_path:
     labels = [("word1", ""), ("word1", ""), ("", ""), ("日", ""), *words(2, 9)]
     dataset = stored(tmp_path / "d", {"train": words(0, 40)}, labels)
     frame = label_frame(dataset, Reading("title", folder))
-    assert frame["labels_with_this_text"].tolist() == [2, 2] + [1] * 11
+    expected = [2, 2] + [1] * 11
+    assert frame["labels_with_this_text"].tolist() == expected
     assert not frame["labels_with_these_tokens"].any()
 
 

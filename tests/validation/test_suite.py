@@ -80,11 +80,12 @@ def test_real_data_passes_and_the_verdict_is_the_same_each_time(
         path.relative_to(tmp_path / "a"): path.read_text()
         for path in (tmp_path / "a").rglob("*.html")
     }
-    assert len(docs) == 2 + 3 + 3 and not (tmp_path / "a" / "docs" / "static").exists()
+    assert len(docs) == 2 + 3 + 3
+    assert not (tmp_path / "a" / "docs" / "static").exists()
     for place, html in docs.items():
-        assert (
-            not Loaded(html).addresses and "<script" not in html and "default-src 'none'" in html
-        ), place
+        assert not Loaded(html).addresses, place
+        assert "<script" not in html, place
+        assert "default-src 'none'" in html, place
         links = re.findall(r'href="([^"#]+)"', html)
         assert links and all((tmp_path / "a" / place.parent / link).is_file() for link in links), (
             place,
@@ -93,12 +94,14 @@ def test_real_data_passes_and_the_verdict_is_the_same_each_time(
         if "validations" in place.parts:  # what Great Expectations states is still there
             table = place.parts[2]
             stated = [one for one in verdict["expectations"] if one["table"] == table]
-            assert stated and all(one["description"] in html for one in stated), place
+            assert stated, place
+            assert all(one["description"] in html for one in stated), place
             passed = [one["success"] for one in stated]
             # and that of all
             assert html.count("fa-check-circle text-success") == sum(passed) + all(passed), place
     index = Page(docs[Path("docs/index.html")])
-    assert len(index.rows) == 6 and index.row("validations of pairs")[1] == "passed"
+    assert len(index.rows) == 6
+    assert index.row("validations of pairs")[1] == "passed"
     validate_dataset(slice_dataset.path, tmp_path / "b", docs=False)
     assert (tmp_path / "b" / "result.json").read_bytes() == written
     assert not (tmp_path / "b" / "docs").exists()
@@ -109,8 +112,10 @@ def test_distributions_and_duplicates_against_loops(
 ) -> None:
     raw = raw_factory(60, 20, 20, filters=False)
     train = raw.queries["train"].to_pydict()
-    train["title"][3], train["content"][3] = train["title"][7], train["content"][7]
-    train["title"][5], train["content"][5] = "Привет 42", ""
+    for column in ("title", "content"):
+        train[column][3] = train[column][7]
+    train["title"][5] = "Привет 42"
+    train["content"][5] = ""
     raw = replace(
         raw,
         queries=raw.queries | {"train": text_table(train["uid"], train["title"], train["content"])},
@@ -153,7 +158,8 @@ def test_distributions_and_duplicates_against_loops(
     ]
     found = shown(characters, 1)
     assert sum(found.values()) == pytest.approx(100, abs=0.1)
-    assert found["Cyrillic"] == pytest.approx(600 / len(titles), rel=1e-3)
+    expected = 600 / len(titles)
+    assert found["Cyrillic"] == pytest.approx(expected, rel=1e-3)
     assert found["Latin"] == pytest.approx(
         100 * sum(c.isascii() and c.isalpha() for c in titles) / len(titles), rel=1e-3
     )
@@ -168,11 +174,15 @@ def test_soft_faults_are_judged_by_thresholds(
     raw = raw_factory(2000, 300, 50, filters=False)
     train = raw.queries["train"].to_pydict()
     test = raw.queries["test"].to_pydict()
-    train["title"][7], train["content"][7] = " ", ""
-    train["title"][9], train["content"][9] = "<b>&", ""
-    test["title"][5], test["content"][5] = train["title"][3], train["content"][3]
+    train["title"][7] = " "
+    train["content"][7] = ""
+    train["title"][9] = "<b>&"
+    train["content"][9] = ""
+    test["title"][5] = train["title"][3]
+    test["content"][5] = train["content"][3]
     labels = raw.labels.to_pydict()
-    labels["title"][4], labels["content"][4] = labels["title"][2], labels["content"][2]
+    for column in ("title", "content"):
+        labels[column][4] = labels[column][2]
     relevance = raw.relevance["train"].tolil()
     relevance[11] = 0
     raw = replace(
@@ -197,9 +207,11 @@ def test_soft_faults_are_judged_by_thresholds(
         for r in verdict["expectations"]
         if not r["success"]
     }
-    assert samples[("queries", "text_length")] == [{"row": 7, "uid": "train-7", "value": 0}]
+    expected = [{"row": 7, "uid": "train-7", "value": 0}]
+    assert samples[("queries", "text_length")] == expected
     assert {"row": 2005, "uid": "test-5", "value": 1.0} in samples[("queries", "text_in_train")]
-    assert [s["row"] for s in samples[("queries", "num_positives")]] == [11, 2000]
+    rows = [s["row"] for s in samples[("queries", "num_positives")]]
+    assert rows == [11, 2000]
     assert len(samples[("pairs", "filtered")]) == 20
     assert any("row 7 (train-7)" in line for line in verdict["warnings"])
     strict = Validation(
@@ -221,7 +233,8 @@ def test_a_severity_decides_what_a_share_beyond_its_bound_means(
 ) -> None:
     raw = raw_factory(60, 20, 10)
     train = raw.queries["train"].to_pydict()
-    train["title"][7], train["content"][7] = "", ""
+    train["title"][7] = ""
+    train["content"][7] = ""
     write_dataset(
         tmp_path / "d", replace(raw, queries={**raw.queries, "train": text_table(*train.values())})
     )
@@ -238,7 +251,11 @@ def test_a_severity_decides_what_a_share_beyond_its_bound_means(
     assert line.startswith("queries: empty texts: none allowed; found 1 of 80") and line.endswith(
         "validation.empty_texts"
     )
-    assert found == {"error": [[line], []], "warn": [[], [line]], "off": [[], []]}
+    assert found == {
+        "error": [[line], []],
+        "warn": [[], [line]],
+        "off": [[], []],
+    }
 
 
 def test_every_check_has_a_limit_in_the_parameters() -> None:
@@ -251,8 +268,10 @@ def test_empty_texts_and_leaks_fail_by_default(
     raw = raw_factory(60, 20, 10)
     train = raw.queries["train"].to_pydict()
     test = raw.queries["test"].to_pydict()
-    train["title"][7], train["content"][7] = "", "\u00a0"
-    test["title"][5], test["content"][5] = train["title"][3], train["content"][3]
+    train["title"][7] = ""
+    train["content"][7] = "\u00a0"
+    test["title"][5] = train["title"][3]
+    test["content"][5] = train["content"][3]
     raw = replace(
         raw, queries={"train": text_table(*train.values()), "test": text_table(*test.values())}
     )
@@ -266,7 +285,12 @@ def test_empty_texts_and_leaks_fail_by_default(
 
 
 def test_what_other_software_may_have_stored(tiny_dataset: XMCDataset, tmp_path: Path) -> None:
-    for name, value in (("nan", np.nan), ("minus", -1.0), ("zero", 0.0), ("infinite", np.inf)):
+    for name, value in (
+        ("nan", np.nan),
+        ("minus", -1.0),
+        ("zero", 0.0),
+        ("infinite", np.inf),
+    ):
         path = tampered(tiny_dataset, tmp_path / name, "relevance_data.npy", first(value))
         verdict = validate_dataset(path, tmp_path / "v", docs=False)
         assert [(table, column) for table, column, _ in failed(verdict)] == [

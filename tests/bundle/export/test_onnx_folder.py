@@ -48,7 +48,11 @@ def run(folder, texts: list[str]) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(
-    ("normalize", "bias"), [(False, True), pytest.param(True, False, marks=pytest.mark.slow)]
+    ("normalize", "bias"),
+    [
+        (False, True),
+        pytest.param(True, False, marks=pytest.mark.slow),
+    ],
 )
 def test_every_encoder_in_onnxruntime(make_bundle, tmp_path, name, normalize, bias) -> None:
     bundle = make_bundle(**KINDS[name], clf_normalize=normalize, clf_bias=bias)
@@ -58,9 +62,14 @@ def test_every_encoder_in_onnxruntime(make_bundle, tmp_path, name, normalize, bi
     together = run(tmp_path / "out", texts)
     alone = run(tmp_path / "out", [texts[1]])
     assert list(together) == told["outputs"] == ["de", "clf", "vector"]
-    expected = {"de": de, "clf": clf, "vector": real_model.queries(scored_by(bundle.info), de, clf)}
+    expected = {
+        "de": de,
+        "clf": clf,
+        "vector": real_model.queries(scored_by(bundle.info), de, clf),
+    }
     for output, vectors in expected.items():
-        assert together[output].dtype == np.float32 and together[output].shape == vectors.shape
+        assert together[output].dtype == np.float32
+        assert together[output].shape == vectors.shape
         np.testing.assert_allclose(together[output], vectors, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(alone[output], vectors[[1]], rtol=1e-4, atol=1e-4)
     assert np.abs(clf[0] - clf[1]).max() > 0.01
@@ -75,7 +84,8 @@ def test_every_encoder_in_onnxruntime(make_bundle, tmp_path, name, normalize, bi
 def test_one_head(make_bundle, tmp_path, head) -> None:
     bundle = make_bundle(kind="bag", trainable_layers=0, heads=head)
     told = export_onnx(bundle, tmp_path / "out")
-    assert told["outputs"] == [head, "vector"] and told["width"] == 24
+    assert told["outputs"] == [head, "vector"]
+    assert told["width"] == 24
     got = run(tmp_path / "out", real_model.TEXTS)
     np.testing.assert_allclose(got["vector"], got[head], rtol=1e-6)
     with pytest.raises(DataError, match="no such head"):

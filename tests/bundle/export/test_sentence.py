@@ -56,7 +56,8 @@ def test_stock_modules_give_the_models_vectors(
     expected = real_model.queries(
         scored_by(bundle.info, head), *real_model.one_by_one(bundle, real_model.TEXTS)
     )
-    assert got.dtype == np.float32 and got.shape == expected.shape == (7, told["width"])
+    assert got.dtype == np.float32
+    assert got.shape == expected.shape == (7, told["width"])
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
     # texts differ: the comparison says something
     assert np.abs(expected[0] - expected[1]).max() > 0.01

@@ -38,7 +38,14 @@ def slow_scores(
 
 
 @pytest.mark.parametrize("head", ["both", "de", "clf"])
-@pytest.mark.parametrize(("normalize", "bias"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    ("normalize", "bias"),
+    [
+        (True, False),
+        (False, True),
+        (False, False),
+    ],
+)
 def test_inner_products_are_the_heads_scores(
     tmp_path, rng, monkeypatch, head, normalize, bias
 ) -> None:
@@ -50,7 +57,9 @@ def test_inner_products_are_the_heads_scores(
     table = pq.read_table(target)
     got = np.stack(table["vector"].to_numpy())
     rows = table.drop_columns(["vector"]).to_pylist()
-    assert got.dtype == np.float32 and got.shape == (12, told["width"]) and told["labels"] == 12
+    assert got.dtype == np.float32
+    assert got.shape == (12, told["width"])
+    assert told["labels"] == 12
     expected = [{"uid": u, "title": t} for u, t in zip(tiny.UIDS, tiny.TITLES, strict=True)]
     assert rows == expected
     assert told["bytes"] == target.stat().st_size
@@ -72,10 +81,11 @@ def test_a_search_over_the_file_ranks_as_the_bundle_does(tmp_path, rng, stub_mod
     export_vectors(tmp_path / "bundle", tmp_path / "labels.parquet")
     table = pq.read_table(tmp_path / "labels.parquet")
     facts = json.loads(table.schema.metadata[b"unidec"])
-    assert facts["similarity"] == "inner product" and facts["bundle_sha256"] == folder_sha256(
-        tmp_path / "bundle"
-    )
-    assert facts["head"] == "both" and facts["clf_weight"] == 0.9 and facts["dtype"] == "float32"
+    assert facts["similarity"] == "inner product"
+    assert facts["bundle_sha256"] == folder_sha256(tmp_path / "bundle")
+    assert facts["head"] == "both"
+    assert facts["clf_weight"] == 0.9
+    assert facts["dtype"] == "float32"
 
     from unidec.data.tokens import encode_texts
 
