@@ -389,7 +389,7 @@ class Trainer:
         return self.figures(batch, losses, norm)
 
     def _seed_dropout(self) -> None:
-        """Ranks must draw different dropout masks; the first continues with the generator of the run."""
+        """Ranks must draw different dropout masks; the first keeps the run's generator."""
         if not self.ranks.is_first:
             seed = self.settings.seed % 2**63
             stream = np.random.SeedSequence([seed, self.ranks.rank, self.at.step])
