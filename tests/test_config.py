@@ -437,7 +437,7 @@ def test_each_parameter_says_once_what_it_decides() -> None:
         assert results and set(results) <= set(get_args(config.Result)), key
         # a key that decides is more than operation
         assert "operation" not in results or results == ("operation",), key
-    assert decides["optim.epochs"] == ("training",) and decides["index.kind"] == ("index",)
+    assert decides["optim.epochs"] == ("training",) and decides["index.factory"] == ("index",)
     # the tokenizer is the encoder's
     assert decides["encoder.name"] == ("checks", "tokens", "training")
     assert decides["raw.quotes"] == ("data",) and decides["raw.max_row_bytes"] == ("operation",)
@@ -550,4 +550,4 @@ def test_a_key_of_an_earlier_version_names_its_new_place(tmp_path: Path) -> None
         section, _, name = key.partition(".")
         [found] = problems(tmp_path, f"{section}: {{{name}: warn}}")
         assert found.startswith(f"- {key} (line 1): a key of an earlier version")
-        assert f"fix: {fix}" in found
+        assert f"fix: {fix.format('warn')}" in found
