@@ -250,6 +250,7 @@ CONFLICTING = [
     ("source.path", {"source.kind": "folder"}),
     ("source.path", {"source.kind": "dvc"}),
     ("source.kind", {"source.kind": "folder", "source.path": "data/raw/lf-debian/"}),
+    ("index.factory", {"index.factory": "HNSW32", "index.search": "nprobe=8"}),
     ("index.fusion", {"index.fusion": True, "index.knn_by": "model"}),
     ("index.knn_head", {"index.fusion": False, "index.knn_head": 16}),
     ("source.kind", {"source.kind": "folder", "source.path": "data"}),

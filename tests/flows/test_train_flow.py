@@ -45,7 +45,7 @@ def place(tmp_path, monkeypatch) -> Path:
     """An empty project folder to stand in."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    given = f"optim: {{epochs: {EPOCHS}}}\npool: {{refresh: {A_ROUND}}}\nindex: {{kind: flat}}\n"
+    given = f"optim: {{epochs: {EPOCHS}}}\npool: {{refresh: {A_ROUND}}}\nindex: {{factory: Flat}}\n"
     Path("params.yaml").write_text(given)
     Path("dvc.yaml").write_text(
         "stages:\n  train: {cmd: x, deps: [data]}\n  index: {cmd: x}\n  evaluate: {cmd: x}\n"

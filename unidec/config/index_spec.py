@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
 from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -33,20 +32,18 @@ Count = Annotated[int, Field(ge=1, le=1 << 40)]
 CountOrZero = Annotated[int, Field(ge=0, le=1 << 40)]
 
 _NUMBER = "[1-9][0-9]{0,8}"
-_FACTORIES: dict[Kind, str] = {
+_CODES = f"PQx4(,dsub=(?P<code_dims>{_NUMBER}))?"
+_RESCORED = f"(\nk_factor_rf=(?P<rescore>{_NUMBER}))?"
+_FORMS: dict[Kind, str] = {
     "flat": "Flat",
-    "pq": f"PQx4(,dsub=(?P<code_dims>{_NUMBER}))?",
-    "hnsw": f"HNSW(?P<links>{_NUMBER})?(,efConstruction=(?P<build>{_NUMBER}))?",
-    "ivf-pq": f"IVF(?P<lists>{_NUMBER})?,PQx4(,dsub=(?P<code_dims>{_NUMBER}))?",
+    "pq": _CODES + _RESCORED,
+    "hnsw": f"HNSW(?P<links>{_NUMBER})?(,efConstruction=(?P<build>{_NUMBER}))?"
+    f"(\nefSearch=(?P<search>{_NUMBER}))?",
+    "ivf-pq": f"IVF(?P<lists>{_NUMBER})?,{_CODES}{_RESCORED}(\nnprobe=(?P<probes>{_NUMBER}))?",
 }
-"""Factories as regular expressions, whose groups are fields of `IndexOptions`."""
-_SEARCHES: dict[Kind, dict[str, str]] = {
-    "flat": {},
-    "pq": {"k_factor_rf": "rescore"},
-    "hnsw": {"efSearch": "search"},
-    "ivf-pq": {"nprobe": "probes", "k_factor_rf": "rescore"},
-}
-"""Settings of a search by faiss's names, and the fields of `IndexOptions` that hold them."""
+"""Regular expressions for a factory and, each in a line of its own, the settings of a search in
+alphabetical order; the groups are fields of `IndexOptions`.
+"""
 
 
 class IndexOptions(BaseModel):
@@ -85,11 +82,20 @@ class IndexSpec(IndexOptions):
         Raises:
             ConfigError: not a factory, or a setting that a search of this index does not have.
         """
-        kind, numbers = _factory_numbers(factory)
-        names = _SEARCHES[kind]
-        for name, number in _search_numbers(search, names, factory).items():
-            numbers[names[name]] = number
-        return cls(kind=kind, **numbers)
+        settings = sorted(search.split(",")) if search else []
+        text = "\n".join([factory, *settings])
+        for kind, form in _FORMS.items():
+            if match := re.fullmatch(form, text):
+                texts = match.groupdict()
+                numbers = {field: int(text) for field, text in texts.items() if text}
+                return cls(kind=kind, **numbers)
+        raise ConfigError(
+            "no factory of a label index, or a search setting that it does not have",
+            where="index.factory index.search",
+            got=f"{factory!r} and {search!r}",
+            expected='Flat; PQx4 with search "k_factor_rf=8"; HNSW32 with "efSearch=200"; or '
+            '"IVF,PQx4" with "nprobe=32,k_factor_rf=8" (docs/bundles.md)',
+        )
 
     def num_lists(self, num_labels: int) -> int:
         """Number of lists: `lists`, or 16 sqrt(L) with at least 64 labels per list. Capped at L /
@@ -110,35 +116,3 @@ class IndexSpec(IndexOptions):
 
 FLAT = IndexSpec()
 """Exact search, the default."""
-
-
-def _factory_numbers(factory: str) -> tuple[Kind, dict[str, int]]:
-    """The kind of index, and the given numbers by field of `IndexOptions`."""
-    for kind, form in _FACTORIES.items():
-        if match := re.fullmatch(form, factory):
-            texts = match.groupdict()
-            return kind, {field: int(text) for field, text in texts.items() if text}
-    raise ConfigError(
-        "no factory of a label index",
-        where="index.factory",
-        got=factory,
-        expected='Flat, PQx4, HNSW32 or "IVF,PQx4"; with other numbers, for example '
-        '"IVF4096,PQx4", "PQx4,dsub=2" or "HNSW32,efConstruction=100"',
-    )
-
-
-def _search_numbers(search: str, names: Collection[str], factory: str) -> dict[str, int]:
-    """The numbers in a search string by faiss's names, of which an index has `names`."""
-    numbers: dict[str, int] = {}
-    for setting in search.split(",") if search else []:
-        name, _, number = setting.strip().partition("=")
-        if name not in names or name in numbers or not re.fullmatch(_NUMBER, number):
-            form = ",".join(f"{known}=NUMBER" for known in names)
-            raise ConfigError(
-                f"no search settings of the index {factory}",
-                where="index.search",
-                got=search,
-                expected=form or "nothing: every label is compared",
-            )
-        numbers[name] = int(number)
-    return numbers

@@ -82,9 +82,7 @@ class Index(Section):
         try:
             IndexSpec.parse(self.factory, self.search)
         except ConfigError as error:
-            yield Conflict(
-                "index.factory index.search", error.what, f"{error.where}: {error.expected}"
-            )
+            yield Conflict(str(error.where), error.what, str(error.expected))
         if self.fuses and self.knn_by != "words":
             yield Conflict(
                 "index.fusion index.knn_by",

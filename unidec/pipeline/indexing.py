@@ -60,8 +60,7 @@ class Tuned:
     Attributes:
         k: results per query. wanted: recall of the first k, 0 to 1. queries: a description of the
         queries.
-        chosen: the fastest index that reaches the wanted recall; None: none does. params: its keys
-        for params.yaml.
+        chosen: the fastest index that reaches the wanted recall; None: none does.
     """
 
     bundle: str
@@ -71,7 +70,6 @@ class Tuned:
     queries: str
     measured: list[Measured]
     chosen: Measured | None
-    params: dict[str, str]
 
 
 def index(params: Params) -> Indexed:
@@ -196,9 +194,6 @@ def index_tune(
     measured = tune(bundle.ranker.heads, queries, k, kinds_to_measure, threads)
     enough = [one for one in measured if one.recall >= wanted]
     chosen = min(enough, key=lambda one: one.p50_ms, default=None)
-    keys = {}
-    if chosen is not None:
-        keys = {"index.factory": chosen.factory, "index.search": chosen.search}
     return Tuned(
         bundle=str(source),
         labels=bundle.num_labels,
@@ -207,7 +202,6 @@ def index_tune(
         queries=description,
         measured=measured,
         chosen=chosen,
-        params=keys,
     )
 
 
