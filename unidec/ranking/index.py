@@ -158,7 +158,7 @@ class LabelIndex:
                     progress(total=num_labels, desc=f"index {spec.kind}", unit="label")
                 )
             if not index.is_trained:
-                _train(index, spec.kind, vectors)
+                _train(index, vectors)
             step = _GRAPH_ROWS_AT_ONCE if spec.kind == "hnsw" else ROWS_AT_ONCE
             for start in range(0, num_labels, step):
                 rows = np.arange(start, min(start + step, num_labels))
@@ -365,12 +365,11 @@ def _checked_rows(vectors: Heads, rows_P: Rows, width: int) -> Floats:
     return _padded(array, width)
 
 
-def _train(index: Any, kind: Kind, vectors: Heads) -> None:
+def _train(index: Any, vectors: Heads) -> None:
     """Train the centroids on a sample of the rows; the sample is the same for each build."""
     num_labels = vectors.num_labels
-    num_rows = _TRAINING_ROWS
-    if kind == "ivf-pq":
-        num_rows = max(num_rows, _ROWS_A_LIST * index.nlist)
+    num_lists = getattr(index, "nlist", 0)
+    num_rows = max(_TRAINING_ROWS, _ROWS_A_LIST * num_lists)
     rows = np.arange(num_labels)
     if num_rows < num_labels:
         generator = np.random.default_rng(0)
@@ -378,19 +377,17 @@ def _train(index: Any, kind: Kind, vectors: Heads) -> None:
     sample = _checked_rows(vectors, rows, index.d)
     if len(sample) < _CODES:
         sample = np.resize(sample, (_CODES, index.d))  # faiss requires a row for each centroid
-    clusterings = [index.pq.cp]
-    if kind == "ivf-pq":
-        clusterings.append(index.cp)
+    clusterings = [index.pq.cp, index.cp] if num_lists else [index.pq.cp]
     for clustering in clusterings:
         clustering.niter = _ROUNDS
         clustering.min_points_per_centroid = 1
-    if kind == "ivf-pq" and index.nlist > FLAT_CENTROIDS:  # two-level k-means
+    if num_lists > FLAT_CENTROIDS:  # two-level k-means
         from faiss.contrib.clustering import two_level_clustering
 
         centroids, _ = two_level_clustering(
             sample,
-            round(index.nlist**0.5),
-            index.nlist,
+            round(num_lists**0.5),
+            num_lists,
             clustering_niter=_ROUNDS,
             spherical=True,
             min_points_per_centroid=1,
