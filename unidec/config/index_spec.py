@@ -32,17 +32,15 @@ Count = Annotated[int, Field(ge=1, le=1 << 40)]
 CountOrZero = Annotated[int, Field(ge=0, le=1 << 40)]
 
 _NUMBER = "[1-9][0-9]{0,8}"
-_CODES = f"PQx4(,dsub=(?P<code_dims>{_NUMBER}))?"
-_RESCORED = f"(\nk_factor_rf=(?P<rescore>{_NUMBER}))?"
 _FORMS: dict[Kind, str] = {
     "flat": "Flat",
-    "pq": _CODES + _RESCORED,
-    "hnsw": f"HNSW(?P<links>{_NUMBER})?(,efConstruction=(?P<build>{_NUMBER}))?"
-    f"(\nefSearch=(?P<search>{_NUMBER}))?",
-    "ivf-pq": f"IVF(?P<lists>{_NUMBER})?,{_CODES}{_RESCORED}(\nnprobe=(?P<probes>{_NUMBER}))?",
+    "pq": "PQx4(,dsub=(?P<code_dims>#))?(\nk_factor_rf=(?P<rescore>#))?",
+    "hnsw": "HNSW(?P<links>#)?(,efConstruction=(?P<build>#))?(\nefSearch=(?P<search>#))?",
+    "ivf-pq": "IVF(?P<lists>#)?,PQx4(,dsub=(?P<code_dims>#))?"
+    "(\nk_factor_rf=(?P<rescore>#))?(\nnprobe=(?P<probes>#))?",
 }
 """Regular expressions for a factory and, each in a line of its own, the settings of a search in
-alphabetical order; the groups are fields of `IndexOptions`.
+alphabetical order. # is a number; the groups are fields of `IndexOptions`.
 """
 
 
@@ -85,9 +83,9 @@ class IndexSpec(IndexOptions):
         settings = sorted(search.split(",")) if search else []
         text = "\n".join([factory, *settings])
         for kind, form in _FORMS.items():
-            if match := re.fullmatch(form, text):
-                texts = match.groupdict()
-                numbers = {field: int(text) for field, text in texts.items() if text}
+            if match := re.fullmatch(form.replace("#", _NUMBER), text):
+                given = match.groupdict()
+                numbers = {field: int(number) for field, number in given.items() if number}
                 return cls(kind=kind, **numbers)
         raise ConfigError(
             "no factory of a label index, or a search setting that it does not have",
