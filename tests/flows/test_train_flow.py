@@ -45,7 +45,7 @@ def place(tmp_path, monkeypatch) -> Path:
     """An empty project folder to stand in."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    given = f"optim: {{epochs: {EPOCHS}}}\npool: {{refresh: {A_ROUND}}}\nindex: {{kind: flat}}\n"
+    given = f"optim: {{epochs: {EPOCHS}}}\npool: {{refresh: {A_ROUND}}}\nindex: {{factory: Flat}}\n"
     Path("params.yaml").write_text(given)
     Path("dvc.yaml").write_text(
         "stages:\n  train: {cmd: x, deps: [data]}\n  index: {cmd: x}\n  evaluate: {cmd: x}\n"
@@ -646,7 +646,7 @@ def dvc_project(place, monkeypatch):
         name: {"cmd": copy(*link), "deps": [link[0]], "outs": [link[1]]}
         for name, link in links.items()
     }
-    stages["index"]["params"] = ["index.kind"]
+    stages["index"]["params"] = ["index.factory"]
     stages["inputs"] = {"cmd": "true"}
     stages["validate"] = {
         "cmd": f"{sys.executable} -c \"import sys; print('bad row 7'); sys.exit(3)\""
@@ -668,9 +668,8 @@ def test_dvc_says_what_is_stale_and_records_what_was_made(dvc_project, place):
     assert dvc_project.stale()[1] == ["index", "evaluate"]
     dvc_project.commit(["index", "evaluate"])
     # a file that is read, and a parameter of another stage
-    (place / "params.yaml").write_text("index: {kind: hnsw}\n")
-    assert dvc_project.stale()[1][0] == "train"
-    assert dvc_project.inputs_state() != digest
+    (place / "params.yaml").write_text("index: {factory: HNSW32}\n")
+    assert dvc_project.stale()[1][0] == "train" and dvc_project.inputs_state() != digest
     dvc_project.commit(["train"])
     assert dvc_project.stale()[1] == ["index", "evaluate"]  # the parameter alone
 
