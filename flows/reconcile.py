@@ -43,12 +43,12 @@ def reconcile_crashed_runs(own: FlowRun | None = None) -> None:
             client.update_flow_run(
                 own.id, infrastructure_pid=f"{socket.gethostname()}:{os.getpid()}"
             )
-        for run in filter(_process_is_gone, client.read_flow_runs(flow_run_filter=_ACTIVE)):
+        for run in filter(process_is_gone, client.read_flow_runs(flow_run_filter=_ACTIVE)):
             client.set_flow_run_state(run.id, Crashed(message=_MESSAGE), force=True)
             log.warning("flow run %s is Crashed: %s", run.name, _MESSAGE)
 
 
-def _process_is_gone(run: FlowRun) -> bool:
+def process_is_gone(run: FlowRun) -> bool:
     """Whether a run's process is gone; False if it is on another machine or was not recorded."""
     host, _, pid = (run.infrastructure_pid or "").rpartition(":")
     if host != socket.gethostname() or not pid.isdigit():

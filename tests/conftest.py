@@ -117,9 +117,15 @@ def lf_debian_path() -> Path:
 
 
 @pytest.fixture(scope="session")
-def slice_raw(lf_debian_path: Path) -> RawData:
+def lf_debian(lf_debian_path: Path) -> RawData:
+    """The whole of it, read once."""
+    return read_raw(lf_debian_path)
+
+
+@pytest.fixture(scope="session")
+def slice_raw(lf_debian: RawData) -> RawData:
     """The first 2,000 training and 500 test queries of lf-debian."""
-    return make_slice(read_raw(lf_debian_path), 2000, 500)
+    return make_slice(lf_debian, 2000, 500)
 
 
 @pytest.fixture(scope="session")
@@ -136,7 +142,7 @@ def stores_are_copies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     from unidec.tracking import store
 
     first = tmp_path_factory.mktemp("store") / "mlflow.db"
-    create = store._create_store
+    create = store.create_store
 
     def copy(database: Path, artifacts: str) -> None:
         if not first.exists():
@@ -146,7 +152,7 @@ def stores_are_copies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
             connection.execute("UPDATE experiments SET artifact_location = ? || '/0'", (artifacts,))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "_create_store", copy)
+        patch.setattr(store, "create_store", copy)
         yield
 
 
@@ -273,6 +279,17 @@ def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> str:
     pytest-xdist share it.
     """
     return str(shared_prefect.address(tmp_path_factory.getbasetemp()))
+
+
+@pytest.fixture
+def prefect_home(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tmp_path/home, for PREFECT_HOME of a process with a temporary server: its new database is
+    there.
+    """
+    home = tmp_path / "home"
+    home.mkdir()
+    shutil.copy(shared_prefect.empty_database(tmp_path_factory.getbasetemp()), home)
+    return home
 
 
 @pytest.fixture(scope="session")

@@ -118,9 +118,8 @@ def test_without_the_other_extras_a_bundle_answers_and_errors_name_the_extra(
     ]:
         refused = run(tmp_path, environment, *words)
         assert refused.returncode == 1 and refused.stdout == "", refused.stderr
-        assert f"unidec-xmc[{extra}]" in refused.stderr and "Traceback" not in refused.stderr, (
-            refused.stderr
-        )
+        assert f"unidec-xmc[{extra}]" in refused.stderr, refused.stderr
+        assert "Traceback" not in refused.stderr, refused.stderr
     estimator = run(tmp_path, environment, "-c", "import unidec; unidec.UniDECClassifier")
     assert "UnidecError: the package sklearn is not installed" in estimator.stderr
     assert "unidec-xmc[pipeline]" in estimator.stderr

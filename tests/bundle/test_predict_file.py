@@ -152,7 +152,7 @@ def test_an_input_or_bundle_that_changes_meanwhile(rng, tmp_path, texts):
     write_queries(source, texts[:-1])  # the work has its copy
     run(work, [1])
     write_tiny_bundle(tmp_path / "b", rng, clf_weight=0.125)
-    module._open_bundle.cache_clear()  # as in a process that has not loaded it
+    module.open_bundle.cache_clear()  # as in a process that has not loaded it
     with pytest.raises(ArtifactError, match="the bundle differs"):
         run(work, [2])
     assert not (tmp_path / "out.parquet").exists()

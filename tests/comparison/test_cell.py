@@ -325,10 +325,10 @@ def test_results_and_scores_alone_give_the_same_page(
     assert json.loads((results.write_report(elsewhere).parent / "results.json").read_text()) == page
     # scores are those of the predictions
     for path in project.comparison.root.glob("cells/*/*/*/scores.npz"):
-        kept = results._read_scores(path)
+        kept = results.read_scores(path)
         path.unlink()
         results.write_report(project.comparison)
-        again = results._read_scores(path)
+        again = results.read_scores(path)
         for metric, both in kept.items():
             assert all(
                 np.array_equal(mine, other) for mine, other in zip(both, again[metric], strict=True)

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from helpers import shared_prefect
 from helpers.raw_files import write_raw
 from helpers.tiny_data import make_raw
 
@@ -20,6 +22,7 @@ from unidec.comparison.workspace import load_comparison
 from unidec.tracking.store import prepare_store
 
 pytestmark = pytest.mark.timeout(600)
+RunFlow = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -60,8 +63,22 @@ def done() -> list[str]:
 
 
 def unidec(*words: str) -> subprocess.CompletedProcess[str]:
+    """`unidec compare c.yaml`, as a person calls it."""
     command = [sys.executable, "-m", "unidec.cli", "compare", "c.yaml", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+
+
+@pytest.fixture
+def run_flow(prefect_api: str, capfd: pytest.CaptureFixture[str]) -> Iterator[RunFlow]:
+    """The same in this process, where Prefect is imported already: (exit code, stdout, stderr)."""
+    from flows.command import main
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = main("compare", ["c.yaml", *words])
+        return code, *capfd.readouterr()
+
+    with shared_prefect.connected(prefect_api):
+        yield run
 
 
 def test_a_wrong_file_is_reported_once(
@@ -84,7 +101,7 @@ def test_a_wrong_file_is_reported_once(
 
 
 def test_from_nothing_to_a_report(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     made = unidec("--only", "kNN", "--metrics", "figures/knn.json")
     assert made.returncode == 0, made.stderr
@@ -110,11 +127,11 @@ def test_from_nothing_to_a_report(
     monkeypatch.setattr(sys, "argv", ["unidec", "compare", "c.yaml", "--report-only"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert not ended.value.code and "report.html" in capsys.readouterr().out
+    assert not ended.value.code and "report.html" in capfd.readouterr().out
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--json"])
     with pytest.raises(SystemExit):
         cli.main()
-    assert json.loads(capsys.readouterr().out) == {
+    assert json.loads(capfd.readouterr().out) == {
         "report": str(workspace.relative_to(project) / "report.html")
     }
     page = (workspace / "report.html").read_text()
@@ -125,12 +142,11 @@ def test_from_nothing_to_a_report(
     place = next(workspace.glob("cells/d/knn/0-*"))
     (workspace / "cells/d/mix").write_text("a file where a folder should be")
     broken = unidec("--only", "mix", "--only", "kNN")
-    assert broken.returncode == 1 and "the process of this run cannot be started" in broken.stderr
-    assert (
-        "report: " in broken.stderr
-        and "d\tkNN\t1" in broken.stdout
-        and "Traceback" not in broken.stderr
-    )
+    assert broken.returncode == 1
+    assert "the process of this run cannot be started" in broken.stderr
+    assert "report: " in broken.stderr
+    assert "d\tkNN\t1" in broken.stdout
+    assert "Traceback" not in broken.stderr
     assert (place / "result.json").is_file()
 
 
@@ -156,7 +172,9 @@ def test_wrong_files_and_names(
     assert not (project / "runs").exists()
 
 
-def test_tuned_then_compared(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_tuned_then_compared(
+    project: Path, run_flow: RunFlow, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Two trials of a search, of which the better is chosen; before that nothing runs, and after it
     none again.
     """
@@ -176,8 +194,8 @@ def test_tuned_then_compared(project: Path, capfd: pytest.CaptureFixture[str]) -
     (project / "c.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     short = ("--set", "optim.epochs=1", "--set", "optim.warmup_epochs=0.0")
     assert "unidec compare c.yaml --tune" in refused(capfd, *short)
-    tuned = unidec("--tune", *short)
-    assert tuned.returncode == 0 and "chosen: tuned/c.yaml" in tuned.stdout, tuned.stderr
+    code, printed, errors = run_flow("--tune", *short)
+    assert code == 0 and "chosen: tuned/c.yaml" in printed, errors
     entry = yaml.safe_load((project / "tuned/c.yaml").read_text())["depsl"]
     figures = entry["trials"]
     assert entry["set"] == ({"lr": 30} if figures.get("lr=30", 0) > figures["as it is"] else {})
@@ -190,13 +208,13 @@ def test_tuned_then_compared(project: Path, capfd: pytest.CaptureFixture[str]) -
     table = (project / "runs/compare/tiny/tuning/depsl/trials.md").read_text()
     assert table.count("| trained |") == 2
     before = [file.stat().st_mtime_ns for file in results]
-    again = unidec("--tune", *short)
-    assert again.returncode == 0, again.stderr
+    code, _, errors = run_flow("--tune", *short)
+    assert code == 0, errors
     depsl = yaml.safe_load((project / "tuned/c.yaml").read_text())["depsl"]
     assert depsl == entry
     assert [file.stat().st_mtime_ns for file in results] == before
-    made = unidec("--only", "depsl", *short)
-    assert made.returncode == 0, made.stderr
+    code, _, errors = run_flow("--only", "depsl", *short)
+    assert code == 0, errors
     page = (project / "runs/compare/tiny/report.html").read_text()
     assert "2 trials" in page
     assert f"tuned {'lr=30' if entry['set'] else 'as it is'}" in page
@@ -212,7 +230,8 @@ def test_terminated_and_started_again(project: Path) -> None:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + 200
     while not list(cells.glob("0-*/runs/*/rounds.jsonl")):
-        assert time.monotonic() < end and process.poll() is None, process.communicate()
+        assert time.monotonic() < end, process.communicate()
+        assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     _, printed = process.communicate(timeout=120)

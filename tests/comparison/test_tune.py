@@ -472,7 +472,8 @@ def test_the_command_killed_and_started_again(project: Params) -> None:
         )
         end = time.monotonic() + 200
         while len(list(Path().glob(f"{trial}/*/runs/*/rounds.jsonl"))) < number:
-            assert time.monotonic() < end and process.poll() is None, process.communicate()
+            assert time.monotonic() < end, process.communicate()
+            assert process.poll() is None, process.communicate()
             time.sleep(0.02)
         process.send_signal(how)
         _, printed = process.communicate(timeout=120)

@@ -147,8 +147,8 @@ def test_old_names_of_filter_files(tiny_raw: RawData, tmp_path: Path) -> None:
     assert_same(read_raw(tmp_path / "raw"), tiny_raw, texts_only=True)
 
 
-def test_lf_debian_as_its_statistics_say(lf_debian_path: Path) -> None:
-    raw = read_raw(lf_debian_path)
+def test_lf_debian_as_its_statistics_say(lf_debian: RawData, lf_debian_path: Path) -> None:
+    raw = lf_debian
     stats = json.loads((lf_debian_path / "stats.json").read_text())
     assert raw.format == "xmc-json" and raw.num_labels == stats["n_labels"]
     for split in ("train", "test"):

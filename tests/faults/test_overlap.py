@@ -20,14 +20,12 @@ def test_a_run_that_overlaps_is_refused(operated):
     operated.until_task(first, "fetch")
     second = operated.server.run(TRAIN, force=True)
     ended = operated.server.ended(second, 60)
-    assert (
-        ended["state_type"] == "CANCELLED" and "concurrency limit" in ended["state"]["message"]
-    ), ended["state"]
+    assert ended["state_type"] == "CANCELLED", ended["state"]
+    assert "concurrency limit" in ended["state"]["message"], ended["state"]
     # past the server: the project's own lock
     done = operated.project.run(sys.executable, "-m", "flows.train", "--force", check=False)
-    assert done.returncode != 0 and "under way" in done.stdout + done.stderr, (
-        done.stdout + done.stderr
-    )
+    assert done.returncode != 0, done.stdout + done.stderr
+    assert "under way" in done.stdout + done.stderr, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert operated.server.flow_run(first)["state_type"] == "RUNNING", "it continues undisturbed"
     operated.server.completed(first, 600)

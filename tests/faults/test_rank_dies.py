@@ -91,7 +91,8 @@ class Work:
     def wait_for_checkpoint(self, process: subprocess.Popen, after: str = "") -> str:
         end = time.monotonic() + 300
         while not self.checkpoint() > after:
-            assert process.poll() is None and time.monotonic() < end, self.log_text()
+            assert process.poll() is None, self.log_text()
+            assert time.monotonic() < end, self.log_text()
             time.sleep(0.05)
         return self.checkpoint()
 
@@ -180,7 +181,8 @@ def test_one_of_two_ranks_is_killed(work, prepared, then):
         int(number)
         for number in re.findall(r"resumes after epoch .*\(step (\d+)\)", work.log_text())
     ]
-    assert len(steps) == 1 and steps[0] >= int(before.removeprefix("step-")), work.log_text()
+    assert len(steps) == 1, work.log_text()
+    assert steps[0] >= int(before.removeprefix("step-")), work.log_text()
     assert_same_model(work, prepared)
 
 

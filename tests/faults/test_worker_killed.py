@@ -69,5 +69,6 @@ def test_a_killed_worker_leaves_a_crashed_run_and_the_next_run_resumes(operated)
         for run in runs
         if run.data.params.get("warm.epochs", run.data.params.get("optim.epochs")) == "12"
     ]
-    assert len(made) == 1 and made[0].info.status == "FINISHED", "three lives, one run"
+    assert len(made) == 1, "three lives, one run"
+    assert made[0].info.status == "FINISHED", "three lives, one run"
     assert len(operated.project.registry().search_model_versions("name='unidec'")) == versions + 1

@@ -5,22 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from helpers import shared_prefect
 
 
 @pytest.fixture(scope="package")
 def prefect_server(prefect_api: str) -> Iterator[None]:
     """Flows called meanwhile in this process report to a real server."""
-    import flows  # noqa: F401  quiets Prefect before it is imported
-
-    from prefect.context import _temporary_global_settings_context, get_settings_context  # isort: skip
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
-    # also for Prefect's own threads, as in its test harness: else a pool of processes starts
-    # another server
-    with (
-        temporary_settings({PREFECT_API_URL: prefect_api}),
-        _temporary_global_settings_context(get_settings_context()),
-    ):
+    with shared_prefect.connected(prefect_api):
         yield
 
 

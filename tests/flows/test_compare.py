@@ -220,7 +220,8 @@ def test_a_signal_ends_the_cells_in_order(
         not (stage.root / "log").exists()
         or "waits d/first/0" not in (stage.root / "log").read_text()
     ):
-        assert time.monotonic() < end and process.poll() is None, process.communicate()
+        assert time.monotonic() < end, process.communicate()
+        assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     _, printed = process.communicate(timeout=60)

@@ -57,7 +57,7 @@ sys.exit(main("train", ["--steps", "train"]))
     ],
     ids=["ctrl-c", "terminated with its children", "terminated alone"],
 )
-def test_interrupted_in_a_round(tmp_path, number, everyone, code):
+def test_interrupted_in_a_round(tmp_path, prefect_home, number, everyone, code):
     (tmp_path / "params.yaml").write_text("seed: 0\n")
     own = {
         name: value
@@ -65,7 +65,7 @@ def test_interrupted_in_a_round(tmp_path, number, everyone, code):
         if not name.startswith(("PREFECT_", "MLFLOW_"))
     }
     environment = own | {
-        "PREFECT_HOME": str(tmp_path / "home"),
+        "PREFECT_HOME": str(prefect_home),
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
     }
@@ -81,7 +81,8 @@ def test_interrupted_in_a_round(tmp_path, number, everyone, code):
     try:
         end = time.monotonic() + 400
         while not (tmp_path / "training").exists():
-            assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < end, (tmp_path / "log").read_text()
             time.sleep(0.2)
         (os.killpg if everyone else os.kill)(process.pid, number)
         assert process.wait(30) == code, (tmp_path / "log").read_text()

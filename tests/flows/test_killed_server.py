@@ -17,11 +17,11 @@ from helpers.started_flow import StartedFlow
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[str], Any]]:
+def start(tmp_path: Path, prefect_home: Path) -> Iterator[Callable[[str], Any]]:
     started: list[Any] = []
 
     def start(work: str) -> Any:
-        started.append(StartedFlow(tmp_path, work))
+        started.append(StartedFlow(tmp_path, prefect_home, work))
         started[-1].until_it_trains()
         return started[-1]
 
@@ -78,4 +78,5 @@ def test_a_signal_is_one_line(start, number: signal.Signals) -> None:
     assert flow.process.wait(30) == 128 + number, flow.log
     assert time.monotonic() - sent < 3
     said = [line for line in flow.log.splitlines() if "| INFO" not in line]
-    assert len(said) == 1 and "run again to resume" in said[0], flow.log
+    assert len(said) == 1, flow.log
+    assert "run again to resume" in said[0], flow.log

@@ -61,7 +61,7 @@ def test_a_run_of_a_killed_process_is_set_crashed(reconcile, client):
         # as if the other process had started much later
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(reconcile.module, "_CLOCK_TOLERANCE", -3600.0)
-            is_gone = reconcile.module._process_is_gone
+            is_gone = reconcile.module.process_is_gone
             assert is_gone(client.read_flow_run(runs["reused"].id))
         client.set_flow_run_state(runs["reused"].id, Completed(), force=True)
         reconcile.crashed()

@@ -342,7 +342,8 @@ def test_stopped_on_the_way(place, tmp_path, number):
     try:
         end = time.monotonic() + 240
         while not list(folder.glob("0*-of-*")):
-            assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < end, (tmp_path / "log").read_text()
             time.sleep(0.002)
         os.kill(process.pid, number)
         code = process.wait(60)

@@ -42,13 +42,13 @@ sys.exit(code)
 """
 
 
-def test_it_starts_once_outside_of_the_flows_process_and_ends_with_it(tmp_path):
+def test_it_starts_once_outside_of_the_flows_process_and_ends_with_it(tmp_path, prefect_home):
     own = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("PREFECT_", "MLFLOW_"))
     }
-    environment = own | {"PREFECT_HOME": str(tmp_path / "home")}
+    environment = own | {"PREFECT_HOME": str(prefect_home)}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         cwd=tmp_path,

@@ -62,24 +62,24 @@ class Stages(types.SimpleNamespace):
         super().__init__(calls=[], fail={}, plain=plain)
         self.passed = True
         for name in ("ingest", "validate", "tokens", "propensity", "label_graph", "index"):
-            setattr(self, name, lambda *_args, name=name: self._call(name))
+            setattr(self, name, lambda *_args, name=name: self.called(name))
 
-    def _call(self, name: str) -> dict:
+    def called(self, name: str) -> dict:
         self.calls.append(name)
         if name in self.fail:
             raise self.fail[name]
         return {}
 
     def start_run(self, params: Params) -> FakeRun:
-        self._call("start_run")
+        self.called("start_run")
         return FakeRun(self, params)
 
     def evaluate(self, _params: Params) -> Evaluation:
-        self._call("evaluate")
+        self.called("evaluate")
         return Evaluation({"P@1": 45.0}, {}, "", [], "outputs/report.html")
 
     def register(self, _params: Params) -> Registration:
-        self._call("register")
+        self.called("register")
         return Registration("unidec", 3, "challenger", None)
 
     def import_training(self) -> None: ...
@@ -89,16 +89,16 @@ class Stages(types.SimpleNamespace):
     def check_before_work(self, _params: Params, _steps: list[str]) -> None: ...
 
     def fetch(self, _params: Params) -> Fetched:
-        self._call("fetch")
+        self.called("fetch")
         return Fetched(True, "export", "0", "3 files are new")
 
     def data_change(self, _params: Params) -> DataChange:
-        self._call("data_change")
+        self.called("data_change")
         accepted = {"model": "unidec", "version": "2", "dataset_sha256": "0"}
         return DataChange(accepted, "", [], ["fewer queries"], "data/change/index.html", "")
 
     def choose_start(self, _params: Params, kind: str | None) -> ChosenStart:
-        self._call(f"choose_start {kind}")
+        self.called(f"choose_start {kind}")
         Path("data").mkdir(exist_ok=True)
         Path("data/start.json").write_text('{"kind": "warm", "version": "2"}')
         return ChosenStart(kind="warm", version="2", reason="from version 2")
@@ -107,7 +107,7 @@ class Stages(types.SimpleNamespace):
         return False
 
     def gate(self, _params: Params, version: str) -> Verdict:
-        self._call(f"gate {version}")
+        self.called(f"gate {version}")
         words = "nDCG@5 is 0.4 ahead" if self.passed else "2.1 behind"
         reasons = [
             Check("nDCG@5", self.passed, 0.4, 0.0, words),
@@ -119,7 +119,7 @@ class Stages(types.SimpleNamespace):
         )
 
     def promote(self, _params: Params, version: str, **_options: object) -> Promotion:
-        self._call(f"promote {version}")
+        self.called(f"promote {version}")
         return Promotion(model="unidec", version=version, previous="2")
 
 
@@ -150,29 +150,29 @@ class FakeRun:
         return self.epoch // self.a_round + 1
 
     def cluster(self) -> dict:
-        return self.stages._call("cluster") | {
+        return self.stages.called("cluster") | {
             "cluster_seconds": 0.5,
             "clusters": 8,
             "cluster_cosine": 0.71,
         }
 
     def mine(self) -> dict:
-        return self.stages._call("mine") | {
+        return self.stages.called("mine") | {
             "mine_negative_score": 0.31,
             "mine_positives_found": 0.93,
         }
 
     def train_round(self) -> RoundReport:
-        self.stages._call("train_round")
+        self.stages.called("train_round")
         (self.folder / "epoch").write_text(str(min(self.epoch + self.a_round, self.epochs)))
         return RoundReport(self.epoch)
 
     def validate(self) -> RoundReport:
-        self.stages._call("validate_round")
+        self.stages.called("validate_round")
         return RoundReport(self.epoch, validation={"P@1": 1.0})
 
     def export(self) -> dict:
-        return self.stages._call("export")
+        return self.stages.called("export")
 
 
 @pytest.fixture
@@ -200,11 +200,11 @@ def run(flow_module, stages, monkeypatch):
     start.events = []
     start.data_changed = True
     dvc = flow_module.reproduce
-    monkeypatch.setattr(dvc, "make_data", lambda names: stages._call("dvc " + " ".join(names)))
+    monkeypatch.setattr(dvc, "make_data", lambda names: stages.called("dvc " + " ".join(names)))
     monkeypatch.setattr(
         dvc, "stale", lambda data_stages=(): (bool(data_stages) and start.data_changed, start.stale)
     )
-    monkeypatch.setattr(dvc, "commit", lambda made: stages._call("commit " + " ".join(made)))
+    monkeypatch.setattr(dvc, "commit", lambda made: stages.called("commit " + " ".join(made)))
     monkeypatch.setattr(
         flow_module.publish, "emit", lambda _name, event, told: start.events.append((event, told))
     )
@@ -406,7 +406,7 @@ def test_other_parameters_have_a_folder_of_their_own(run, stages, place, flow_mo
             epochs=params.optim.epochs,
         )
         seen["uri"] = flow_module.tracking_uri(".")
-        return stages._call("ingest")
+        return stages.called("ingest")
 
     stages.ingest = ingest
     run(overrides={"optim.epochs": 2})
@@ -464,7 +464,7 @@ def test_inputs_edited_meanwhile_are_not_recorded(run, stages, place):
 
     def index(_params):
         (place / "data/part").write_text("2")
-        return stages._call("index")
+        return stages.called("index")
 
     stages.index = index
     with pytest.raises(ConfigError, match="edited while the model was trained"):
@@ -678,7 +678,8 @@ def test_one_call_of_dvc_reports_data_and_model(dvc_project, place, monkeypatch)
     run = dvc_project.run
     calls = []
     monkeypatch.setattr(dvc_project, "run", lambda words, *_: (calls.append(words), (0, "{}"))[1])
-    assert dvc_project.stale(("validate",)) == (True, []) and not calls, "no data set yet"
+    assert dvc_project.stale(("validate",)) == (True, []), "no data set yet"
+    assert not calls, "no data set yet"
     (place / "data/dataset").mkdir(parents=True)
     monkeypatch.setattr(dvc_project, "run", run)
     assert dvc_project.stale(("validate",))[0]

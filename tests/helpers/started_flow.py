@@ -49,8 +49,9 @@ sys.exit(main("train"))
 class StartedFlow:
     """The process and what it prints. `work`: Python code in place of a round of training."""
 
-    def __init__(self, folder: Path, work: str) -> None:
+    def __init__(self, folder: Path, home: Path, work: str) -> None:
         self.folder = folder
+        self.home = home
         (folder / "params.yaml").write_text("seed: 0\n")
         own = {
             name: value
@@ -58,7 +59,7 @@ class StartedFlow:
             if not name.startswith(("PREFECT_", "MLFLOW_"))
         }
         environment = own | {
-            "PREFECT_HOME": str(folder / "home"),
+            "PREFECT_HOME": str(home),
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
         }
@@ -79,7 +80,8 @@ class StartedFlow:
     def until_it_trains(self, seconds: float = 280) -> None:
         end = time.monotonic() + seconds
         while not (self.folder / "training").exists():
-            assert self.process.poll() is None and time.monotonic() < end, self.log
+            assert self.process.poll() is None, self.log
+            assert time.monotonic() < end, self.log
             time.sleep(0.1)
 
     def server(self) -> psutil.Process:
@@ -90,7 +92,7 @@ class StartedFlow:
 
     def left(self) -> list[int]:
         """Its processes (Linux)."""
-        return processes_with("PREFECT_HOME", self.folder / "home")
+        return processes_with("PREFECT_HOME", self.home)
 
     def end(self) -> None:
         for pid in self.left():

@@ -186,7 +186,7 @@ def fetching(table):
     """The table as on a GPU: its rows are fetched and written back, here from host memory to host
     memory.
     """
-    table._is_remote = True
+    table.is_remote = True
     return table
 
 
@@ -204,7 +204,7 @@ def test_on_a_cpu_every_place_gives_the_same_bits(rng, tmp_path, kind, dtype):
     for place in ("host", "disk"):
         table = make_table(batches.start, dtype, Placement(place, tmp_path))
         assert equal(batches.train(kind, table), device), place
-        assert not table._is_remote  # a CPU needs no fetching
+        assert not table.is_remote  # a CPU needs no fetching
 
 
 @pytest.mark.parametrize("kind", FETCHING)
@@ -231,7 +231,7 @@ def test_what_is_on_its_way_back_is_seen_by_every_reader(rng, kind):
     ]
     for away in (False, *[True] * len(readers)):
         table = make_table(batches.start)
-        table._is_remote = away
+        table.is_remote = away
         optimiser = ROW_OPTIMISERS[kind](table, 0.05)
         table.gather(rows).grad = grad.clone()
         optimiser.step(1, 1.0)
@@ -357,7 +357,7 @@ def test_on_a_gpu_every_place_gives_the_same_bits(rng, tmp_path, place, kind, dt
     batches = Batches(rng, steps=50, rows=3000, count=2000)
     device = batches.train(kind, make_table(batches.start, dtype).to("cuda"))
     table = make_table(batches.start, dtype, Placement(place, tmp_path)).to("cuda")
-    assert table.weight.device.type == "cpu" and table._is_remote
+    assert table.weight.device.type == "cpu" and table.is_remote
     assert equal(batches.train(kind, table), device)
 
 

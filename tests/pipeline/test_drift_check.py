@@ -26,7 +26,7 @@ from unidec import pipeline
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import read_info
 from unidec.config import Params
-from unidec.data.formats import make_slice, read_raw
+from unidec.data.formats import make_slice
 from unidec.data.profile import PROFILE_KEY
 from unidec.data.raw import RawData
 from unidec.errors import ArtifactError, ConfigError, DataError
@@ -55,16 +55,11 @@ def params_of(**overrides: Any) -> Params:
 
 
 @pytest.fixture(scope="module")
-def raw(lf_debian_path: Path) -> RawData:
-    return read_raw(lf_debian_path)
-
-
-@pytest.fixture(scope="module")
-def made(raw: RawData, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def made(lf_debian: RawData, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A project with a champion."""
     folder = tmp_path_factory.mktemp("change")
     (folder / "raw").mkdir()
-    some = make_slice(raw, 1200, 300)
+    some = make_slice(lf_debian, 1200, 300)
     write_raw(some, folder / "raw", "xmc-json")
     texts = [
         text
@@ -165,9 +160,9 @@ def test_the_very_same_data_and_a_model_without_champion(work: SimpleNamespace) 
 
 
 def test_data_that_changed_a_little_goes_on(
-    work: SimpleNamespace, raw: RawData, monkeypatch: pytest.MonkeyPatch
+    work: SimpleNamespace, lf_debian: RawData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params = ingested(work, monkeypatch, make_slice(raw, 1230, 310), "little")
+    params = ingested(work, monkeypatch, make_slice(lf_debian, 1230, 310), "little")
     result = pipeline.data_change(params)
     assert result.reason == ""
     assert result.stops == []
@@ -189,13 +184,14 @@ def test_data_that_changed_a_little_goes_on(
 
 
 def test_data_that_grew_warns_and_data_that_shrank_stops(
-    work: SimpleNamespace, raw: RawData, monkeypatch: pytest.MonkeyPatch
+    work: SimpleNamespace, lf_debian: RawData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = pipeline.data_change(ingested(work, monkeypatch, make_slice(raw, 1500, 300), "grown"))
+    grown = make_slice(lf_debian, 1500, 300)
+    result = pipeline.data_change(ingested(work, monkeypatch, grown, "grown"))
     assert result.stops == [] and any(
         line.startswith("training queries:") for line in result.warnings
     )
-    params = ingested(work, monkeypatch, make_slice(raw, 400, 300), "shrunk")
+    params = ingested(work, monkeypatch, make_slice(lf_debian, 400, 300), "shrunk")
     with pytest.raises(DataError, match=r"training queries: 9.. before, 3.. now") as caught:
         pipeline.data_change(params)
     assert "data/change/index.html" in str(caught.value) and "drift.stop_change" in str(
@@ -211,14 +207,14 @@ def test_data_that_grew_warns_and_data_that_shrank_stops(
 
 
 def test_the_page_of_the_validation_has_the_change(
-    work: SimpleNamespace, raw: RawData, monkeypatch: pytest.MonkeyPatch
+    work: SimpleNamespace, lf_debian: RawData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def validated(params: Params) -> Page:
         html = Path(pipeline.validate(params).page).read_text()
         assert not Loaded(html).addresses and "<script" not in html
         return Page(html)
 
-    params = ingested(work, monkeypatch, make_slice(raw, 1500, 300), "grown")
+    params = ingested(work, monkeypatch, make_slice(lf_debian, 1500, 300), "grown")
     stated = Page(Path(pipeline.data_change(params).page).read_text())
     shown = validated(params)
     compared = [row for row in stated.rows if row[:1] and row[1:2] in (["warns"], ["ok"])]
@@ -259,11 +255,11 @@ def throw(error: Exception) -> None:
 
 
 def test_labels_under_other_names_stop(
-    work: SimpleNamespace, raw: RawData, monkeypatch: pytest.MonkeyPatch
+    work: SimpleNamespace, lf_debian: RawData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import pyarrow as pa
 
-    some = make_slice(raw, 1200, 300)
+    some = make_slice(lf_debian, 1200, 300)
     uids = pa.chunked_array(
         [[f"new-{row}" for row in range(some.num_labels)]], some.labels.schema.field("uid").type
     )
@@ -274,9 +270,9 @@ def test_labels_under_other_names_stop(
 
 
 def test_windows_like_the_training_data_are_quiet_and_others_are_found(
-    work: SimpleNamespace, raw: RawData, tmp_path: Path
+    work: SimpleNamespace, lf_debian: RawData, tmp_path: Path
 ) -> None:
-    titles = raw.queries["train"]["title"].to_pylist()
+    titles = lf_debian.queries["train"]["title"].to_pylist()
     rng = np.random.default_rng(0)
     for number in range(5):
         texts = [
@@ -335,10 +331,10 @@ def test_a_labelled_window_is_measured(work: SimpleNamespace, tmp_path: Path) ->
 
 
 def test_the_run_of_a_window(
-    work: SimpleNamespace, raw: RawData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    work: SimpleNamespace, lf_debian: RawData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UNIDEC_MLFLOW_UI", "http://mlflow.test")
-    texts = raw.queries["train"]["title"].to_pylist()[2000:2300]
+    texts = lf_debian.queries["train"]["title"].to_pylist()[2000:2300]
     result = pipeline.monitor(
         work.params(), window(tmp_path / "week.parquet", texts), bundle=CHAMPION
     )
@@ -367,10 +363,10 @@ def test_what_cannot_be_monitored(work: SimpleNamespace, tmp_path: Path) -> None
 
 
 def test_drift_of_two_versions_and_of_a_file(
-    work: SimpleNamespace, raw: RawData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    work: SimpleNamespace, lf_debian: RawData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = str(paths.DATASET)
-    ingested(work, monkeypatch, make_slice(raw, 400, 300), "shrunk")
+    ingested(work, monkeypatch, make_slice(lf_debian, 400, 300), "shrunk")
     params = work.params()
     assert not pipeline.drift(params, first, first).drifted
     result = pipeline.drift(params, first, str(paths.DATASET))

@@ -219,9 +219,8 @@ def test_a_version_that_fails_its_probe_is_refused_once(following, caplog, monke
         assert following.probes.runs == 1, "not tried again at each look"
     assert following.follower.state()["refusals"] == 1
     refused = following.follower.state()["refused"]
-    assert following.version_that_answers() == "1" and len(following.loaded) == 1, (
-        "it was never loaded here"
-    )
+    assert following.version_that_answers() == "1", "it was never loaded here"
+    assert len(following.loaded) == 1, "it was never loaded here"
     assert (
         refused["version"] == "2"
         and refused["sha256"] == "2" * 16

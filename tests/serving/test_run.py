@@ -183,7 +183,7 @@ def test_as_many_files_may_be_open_as_the_system_allows() -> None:
     """In a process of its own: a limit of this one would stay."""
     code = (
         "import resource; from unidec.serving import serve; "
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4000)); serve._allow_open_files(); "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4000)); serve.allow_open_files(); "
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )
     found = subprocess.run(

@@ -201,6 +201,6 @@ def test_where_dvc_cannot_say_nothing_is_said(
 
 
 def test_a_path_that_is_no_name_of_a_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unidec.tracking.provenance._changed_outputs", lambda root: set())
+    monkeypatch.setattr("unidec.tracking.provenance.changed_outputs", lambda root: set())
     write_lock(tmp_path, {"data/dataset": "1.dir"}, {"../raw (new)": "7.dir"})
     assert artifact_tags("../raw (new)", tmp_path)["dvc.../raw _new_"] == "7.dir"

@@ -311,7 +311,8 @@ def test_the_documented_lines_load_the_champion_in_the_repositorys_folder(
         timeout=120,
         check=False,
     )
-    assert len(blocks) == 1 and done.stdout.splitlines() == ["asked a text editor"], done.stderr
+    assert len(blocks) == 1, done.stderr
+    assert done.stdout.splitlines() == ["asked a text editor"], done.stderr
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.db")] == [
         "mlflow/mlflow.db"
     ]

@@ -62,9 +62,8 @@ def test_the_model_is_served_with_a_key_and_only_when_asked_for(services):
     assert "/srv/unidec/runs && chown" in text and serve["volumes"] == [
         "bundles:/srv/unidec/runs"
     ], "its user writes there"
-    assert serve["build"]["target"] == "serve" and text.rstrip().count("USER unidec") == 3, (
-        "nothing runs as root"
-    )
+    assert serve["build"]["target"] == "serve", "nothing runs as root"
+    assert text.rstrip().count("USER unidec") == 3, "nothing runs as root"
     assert serve["healthcheck"]["test"][-1] in text
 
 

@@ -116,13 +116,13 @@ def test_read_back_bit_for_bit(tmp_path):
 
 
 def test_the_wait_is_counted(tmp_path, monkeypatch):
-    write_dense = module._write_dense
+    write_dense = module.write_dense
 
     def slow(*arguments):
         time.sleep(0.05)
         return write_dense(*arguments)
 
-    monkeypatch.setattr(module, "_write_dense", slow)
+    monkeypatch.setattr(module, "write_dense", slow)
     writer = CheckpointWriter(tmp_path)
     assert writer.seconds == 0
     for step in (1, 2, 3):

@@ -384,7 +384,7 @@ def test_fetched_rows_train_the_same_in_every_place(tiny_bert, tiny_params, tmp_
         start_table(model, lambda rows, x_LW=x_LW: x_LW[rows])
         optimisers = Optimisers(model, params.optim, 5)
         for table in (model.table, model.bias):
-            table._is_remote = placement.place != "device"  # as on a GPU
+            table.is_remote = placement.place != "device"  # as on a GPU
         for step in range(6):
             labels = torch.tensor([step % 3, 5, 8 - step % 2])
             loss_of(model, [0, 1, 2], labels).backward()

@@ -61,7 +61,7 @@ def test_rows_that_are_fetched_as_on_a_gpu_train_the_same(open_trainer, monkeypa
     to_device = row_table.to_device
     monkeypatch.setattr(row_table, "to_device", lambda *args: fetched.append(1) or to_device(*args))
     trainer = open_trainer("host", **values, **{"run.table_place": "host"})
-    trainer.model.table._is_remote = trainer.model.bias._is_remote = True
+    trainer.model.table.is_remote = trainer.model.bias.is_remote = True
     assert_same(run(trainer), device)
     assert len(fetched) == 2 * 4 * trainer.at.step  # table and bias: weight, two moments, ids
 
@@ -72,7 +72,7 @@ def test_a_checkpoint_holds_what_was_on_its_way_back(open_trainer):
     trainer.refresh()
     trainer.made = trainer_module.Refresh.load(trainer.refresher.folder(0), 0)
     table = trainer.model.table
-    table._is_remote = True
+    table.is_remote = True
     trainer.model.train()
     batches = trainer.made.batches(trainer.rows, trainer.batch_size, 0, 0)
     batch = trainer.prepare(batches[0], 0)

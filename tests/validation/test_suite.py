@@ -87,7 +87,8 @@ def test_real_data_passes_and_the_verdict_is_the_same_each_time(
         assert "<script" not in html, place
         assert "default-src 'none'" in html, place
         links = re.findall(r'href="([^"#]+)"', html)
-        assert links and all((tmp_path / "a" / place.parent / link).is_file() for link in links), (
+        assert links, (place, links)
+        assert all((tmp_path / "a" / place.parent / link).is_file() for link in links), (
             place,
             links,
         )

@@ -208,7 +208,7 @@ def write_shard(
     if bundle is None:
         facts = ("bundle", "bundle_sha256", "device", "runtime")
         with _loading:
-            bundle = _open_bundle(*(settings[name] for name in facts))
+            bundle = open_bundle(*(settings[name] for name in facts))
     batch_size = settings["batch_size"]
     options = pa.ipc.IpcWriteOptions(compression="zstd")  # a query's text is stored k times
     with (
@@ -226,7 +226,7 @@ def write_shard(
 
 
 @functools.lru_cache(maxsize=1)
-def _open_bundle(path: str, sha256: str, device: str, runtime: Runtime) -> Bundle:
+def open_bundle(path: str, sha256: str, device: str, runtime: Runtime) -> Bundle:
     """The bundle of a plan, cached so that a worker does not load it for each shard."""
     import torch
 

@@ -350,7 +350,7 @@ def _scores(comparison: Comparison, jobs: Sequence[Job]) -> dict[str, list[Query
             relevance, inverse_L = truth
             labels = load_array(predictions, np.int32, ndim=2)
             _write_scores(place, by_query(labels, relevance, shown("tested"), inverse_L))
-        scores.setdefault(job.cell, []).append(_read_scores(place))
+        scores.setdefault(job.cell, []).append(read_scores(place))
     return scores
 
 
@@ -374,7 +374,7 @@ def _write_scores(path: Path, parts: QueryParts) -> None:
     write_bytes_atomic(path, buffer.getvalue())
 
 
-def _read_scores(path: Path) -> QueryParts:
+def read_scores(path: Path) -> QueryParts:
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
             parts = {}

@@ -93,7 +93,7 @@ class RowTable(nn.Module):
         self.used: tuple[Tensor | None, Tensor] | None = None
         self._in_parts = False
         # the rows are not on the device
-        self._is_remote = placement.place != "device" and self.device.type != "cpu"
+        self.is_remote = placement.place != "device" and self.device.type != "cpu"
         # rows of the step in progress: their local numbers, on the host; their weight and state, on
         # the device
         self._fetched: tuple[Tensor, dict[str, Tensor]] | None = None
@@ -120,7 +120,7 @@ class RowTable(nn.Module):
             self.state = {name: fn(tensor) for name, tensor in self.state.items()}
             return super()._apply(fn, recurse)
         self._here = fn(self._here)
-        self._is_remote = self.device.type != "cpu"
+        self.is_remote = self.device.type != "cpu"
         return self
 
     def add_state(self, name: str, *shape: int) -> Tensor:
@@ -165,7 +165,7 @@ class RowTable(nn.Module):
             return self._gather_part(rows_U)
         if self.used is not None:
             raise RuntimeError("the rows of this table were already gathered in this training step")
-        if not self._is_remote:
+        if not self.is_remote:
             rows = self._select(self.weight, rows_U)
         elif rows_U is None:
             raise RuntimeError("all rows can be trained in a step only if they are on the device")

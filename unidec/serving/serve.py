@@ -64,7 +64,7 @@ def serve(source: str, settings: Serve) -> None:
     service.metrics.watch(lambda: follow_metrics(follower.state()))
     api_key = _api_key(settings)
     sys.setswitchinterval(SWITCH_SECONDS)
-    _allow_open_files()
+    allow_open_files()
     with _listen(settings) as listener:
         follower.start()  # it loads while this thread imports the server
         try:
@@ -98,7 +98,7 @@ def _end_in_order(server: uvicorn.Server) -> None:
         signal.signal(signal.SIGHUP, server.handle_exit)
 
 
-def _allow_open_files() -> None:
+def allow_open_files() -> None:
     """Each connection is an open file: as many as the system allows."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # macOS allows fewer than it says

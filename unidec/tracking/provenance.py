@@ -233,7 +233,7 @@ def artifact_tags(
     lock = _lock(root)
     outs = _entries(lock, "outs")
     known = {path: outs[path] for path in only if path in outs}
-    changed = _changed_outputs(root) if known else set()
+    changed = changed_outputs(root) if known else set()
     tags = {}
     differ = []
     for path, md5 in known.items():
@@ -250,7 +250,7 @@ def artifact_tags(
     return tags
 
 
-def _changed_outputs(root: Path | str) -> set[str] | None:
+def changed_outputs(root: Path | str) -> set[str] | None:
     """Outputs in dvc.lock whose content is different now, or that are gone; None if DVC does not
     answer.
     """

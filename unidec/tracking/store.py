@@ -234,7 +234,7 @@ def prepare_store(uri: str | None = None) -> str:
         if not _is_there(path):
             temporary = path.with_name(f"{path.name}-new")
             temporary.unlink(missing_ok=True)
-            _create_store(temporary, artifacts_uri(path))
+            create_store(temporary, artifacts_uri(path))
             os.replace(temporary, path)
     return f"{_SQLITE}{path}"
 
@@ -243,7 +243,7 @@ def _is_there(database: Path) -> bool:
     return database.is_file() and database.stat().st_size > 0
 
 
-def _create_store(database: Path, artifacts: str) -> None:
+def create_store(database: Path, artifacts: str) -> None:
     """An empty store, by all of MLflow's migrations."""
     quiet_mlflow()
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore

@@ -124,7 +124,7 @@ class CheckpointWriter:
             for rank, digest in enumerate(hashes):
                 out.hashes[_rows_name(rank)] = str(digest)
             if ranks.is_first:
-                written |= _write_dense(out.path, checkpoint)
+                written |= write_dense(out.path, checkpoint)
                 out.hashes |= written
         ranks.barrier()  # until the first rank has renamed the folder
         self._read_back(path, written)
@@ -295,7 +295,7 @@ def _rows_name(rank: int) -> str:
     return f"rows-{rank:05d}.safetensors"
 
 
-def _write_dense(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
+def write_dense(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
     """Write the dense tensors and the state, and return the files' hashes by name."""
     state = (json.dumps(checkpoint.state, sort_keys=True) + "\n").encode()
     (folder / "state.json").write_bytes(state)
