@@ -84,8 +84,8 @@ def _compare(bench: Bench, recipe: str, precision: str, tolerance: str) -> None:
     own.model.load_dense_state(reference.model.dense_state())
     own.optimisers.load_row_states(reference.optimisers.row_states())
 
-    expected = reference.refresh()
-    found = own.refresh()
+    expected = reference.mine()
+    found = own.mine()
     shortlists = made(own).negatives, made(reference).negatives
     reference.made = own.made = made(reference)  # of the same clusters and negatives from here on
     differences: dict[str, float] = {}
@@ -223,7 +223,7 @@ def refresh(bench: Bench) -> None:
     """What share of a round of T = 5 epochs its clusters and hard negatives take."""
     trainer = bench.trainer(bench.params("unidec-gpu", **{"pool.refresh": 5}))
     report: dict[str, Any] = {}
-    refresh_s = seconds(bench.device, lambda: report.update(trainer.refresh()))
+    refresh_s = seconds(bench.device, lambda: report.update(trainer.mine()))
     trainer.made = made(trainer)
     rows = trainer.made.batches(trainer.rows, trainer.batch_size, 0, 0)
     warm_up = rows[:3]

@@ -6,11 +6,11 @@ recorded in `dvc.lock`; the bundle is registered; if it passes the gate, it beco
 --steps only these steps, without DVC, as in `dvc repro`.
 
 examples:
-  python -m flows.train                              rebuild, register and judge what changed python
-  -m flows.train --force                      train although nothing changed python -m flows.train
-  --force --start cold         ... from scratch, not from the champion python -m flows.train --set
-  optim.epochs=3         a trial, in runs/own/: not registered, not promoted python -m flows.train
-  --set optim.epochs=3 --register    ... registered as challenger
+  python -m flows.train                              rebuild, register and judge what changed
+  python -m flows.train --force                      train although nothing changed
+  python -m flows.train --force --start cold         ... from scratch, not from the champion
+  python -m flows.train --set optim.epochs=3         a trial, in runs/own/: not registered
+  python -m flows.train --set optim.epochs=3 --register    ... registered as challenger
 """
 
 from __future__ import annotations

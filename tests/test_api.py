@@ -23,7 +23,7 @@ from helpers.tiny_training import tiny_params
 from scipy.sparse import csr_matrix, issparse
 
 import unidec
-from unidec.bundle.answer import Request
+from unidec.bundle.answer import LabelQuery
 from unidec.config import leaves
 from unidec.errors import ArtifactError, ConfigError, DataError
 from unidec.ranking.ranker import Calibration
@@ -394,7 +394,7 @@ def test_labels_have_the_probabilities_of_the_server(model, data):
     )
     try:
         label = best_label(model, data.queries[0])
-        (answer,) = answerer.answer([Request(data.queries[0], 1)])
+        (answer,) = answerer.answer([LabelQuery(data.queries[0], 1)])
         assert label.probability == answer.probabilities[0]
         expected = np.interp(label.score, [0, 1], [0.2, 0.6])
         assert answer.probabilities[0] == pytest.approx(expected, abs=1e-6)

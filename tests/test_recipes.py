@@ -372,7 +372,7 @@ def test_no_step_waits_for_the_device(
     data = TrainingData(tiny_dataset, *tiny_tokens.values(), graph)
     trainer = Trainer(params.training, data, tmp_path / "run", tmp_path / "cache")
     trainer.checks.each_step = False  # as on a GPU
-    trainer.refresh()
+    trainer.mine()
     trainer.made = Refresh.load(trainer.refresher.folder(0), 0)
     # on a CPU it ends early, which waits; tests/model/test_losses.py has it on "meta"
     if params.loss.de == "softtopk":
@@ -454,7 +454,7 @@ def test_a_recipe_trains(
         tmp_path / "cache",
     )
     before = {key: tensor.clone() for key, tensor in trainer.model.state_dict().items()}
-    trainer.refresh()
+    trainer.mine()
     trainer.train_round()
     assert trainer.finished
     lines = read_json_lines(tmp_path / "run" / "history.jsonl")
@@ -518,7 +518,7 @@ def test_the_options_for_the_tail_change_what_a_recipe_learns(
             tmp_path / run,
             tmp_path / "cache",
         )
-        trainer.refresh()
+        trainer.mine()
         trainer.train_round()
         return [line["loss"] for line in read_json_lines(tmp_path / run / "history.jsonl")]
 
@@ -577,6 +577,6 @@ def test_a_recipe_learns_its_training_queries(
 
     before = precision()
     while not trainer.finished:
-        trainer.refresh()
+        trainer.mine()
         trainer.train_round()
     assert precision() > max(0.5, before), (before, precision())

@@ -201,7 +201,7 @@ class Model:
         Raises:
             DataError: a query is blank or not a string, or k is below 1.
         """
-        from unidec.bundle.answer import Request
+        from unidec.bundle.answer import LabelQuery
 
         options: dict[str, Any] = {
             "k": k,
@@ -210,16 +210,16 @@ class Model:
             "min_score": min_score,
             "tail": tail,
         }
-        requests = [Request(text, **options) for text in _listed(texts)]
+        requests = [LabelQuery(text, **options) for text in _listed(texts)]
         return [_labels_of(answer) for answer in self._answerer.answer(requests)]
 
     def explain(self, text: str, k: int = 5) -> Explanation:
         """Explain the labels of a text: the score of each part of the model, and similar training
         queries.
         """
-        from unidec.bundle.answer import Request
+        from unidec.bundle.answer import LabelQuery
 
-        return self._answerer.explain(Request(text, k))
+        return self._answerer.explain(LabelQuery(text, k))
 
     def evaluate(self, queries: Any, pairs: Any) -> dict[str, float]:
         """All metrics over all labels, in percent: P@k, nDCG@k, R@k, coverage@k, MRR, PSP@k and

@@ -1,7 +1,8 @@
 """The ranking metrics by name, and where each is shown; imports no heavy package.
 
 A metric is added in two files: what a query contributes to it (`unidec.evaluation.metrics.Scope`),
-and its line in `PLACES`.
+and its line in `PLACES`. The slow reference in tests/evaluation/test_metrics.py then fails until it
+has the metric too; dvc.yaml lists the columns of DVC's own plots.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 from helpers.dense_votes import dense_votes
 from helpers.tiny_bundle import TITLES, UIDS, write_tiny_bundle
 
-from unidec.bundle.answer import Answerer, Request
+from unidec.bundle.answer import Answerer, LabelQuery
 from unidec.bundle.bundle import Bundle
 from unidec.errors import DataError
 from unidec.ranking.query_encoder import open_encoder
@@ -32,7 +32,7 @@ def _answerer(path) -> Answerer:
     return Answerer(bundle, open_encoder(bundle, "torch"))
 
 
-def _slow(answerer: Answerer, request: Request) -> list[tuple[float, str, float, float, float]]:
+def _slow(answerer: Answerer, request: LabelQuery) -> list[tuple[float, str, float, float, float]]:
     """(score, uid, de, clf, votes) of every label that may be returned, by plain arithmetic in
     float64.
     """
@@ -78,11 +78,11 @@ def _slow(answerer: Answerer, request: Request) -> list[tuple[float, str, float,
     return sorted(rows, key=lambda row: -row[0])[: request.k]
 
 
-def _random_request(rng: np.random.Generator, heads: list[str]) -> Request:
+def _random_request(rng: np.random.Generator, heads: list[str]) -> LabelQuery:
     def some(most: int) -> tuple[str, ...]:
         return tuple(rng.choice([*UIDS, "nobody", ""], int(rng.integers(0, most))).tolist())
 
-    return Request(
+    return LabelQuery(
         text=str(rng.choice(TEXTS)),
         k=int(rng.integers(1, 20)),
         allow=some(15) if rng.random() < 0.5 else None,
@@ -156,12 +156,12 @@ def test_probabilities_only_of_labels_that_are_ranked_as_the_bundle_ranks(rng, t
     )
     answerer = _answerer(tmp_path / "b")
     requests = [
-        Request("red car"),
-        Request("red car", head="de"),
-        Request("red car", head="clf"),
-        Request("red car", tail=0.5),
-        Request("red car", allow=("L1", "L4"), deny=("L4",), min_score=-99),
-        Request("red car", min_score=1e9),
+        LabelQuery("red car"),
+        LabelQuery("red car", head="de"),
+        LabelQuery("red car", head="clf"),
+        LabelQuery("red car", tail=0.5),
+        LabelQuery("red car", allow=("L1", "L4"), deny=("L4",), min_score=-99),
+        LabelQuery("red car", min_score=1e9),
     ]
     own, *others, chosen, none = answerer.answer(requests)
     expected = calibration.of(np.array(own.scores)).tolist()
@@ -207,7 +207,7 @@ def test_many_denied_labels_are_searched_past_step_by_step(rng, tmp_path, monkey
     monkeypatch.setattr(answerer.bundle.index, "_search", record)
     best = answerer.bundle.predict(["red car"], k=12)[0].labels
     requests = [
-        Request("red car", k=2, deny=tuple(deny)) for deny in ((), best[:2], best[:7], best[1:])
+        LabelQuery("red car", k=2, deny=tuple(deny)) for deny in ((), best[:2], best[:7], best[1:])
     ]
     searched.clear()
     for request, got in zip(requests, answerer.answer(requests), strict=True):
@@ -223,7 +223,7 @@ def test_many_denied_labels_are_searched_past_step_by_step(rng, tmp_path, monkey
 def test_more_labels_than_there_are(rng, tmp_path):
     write_tiny_bundle(tmp_path / "b", rng)
     found = _answerer(tmp_path / "b").answer(
-        [Request("red", k=10**9), Request("red", k=10**9, allow=("L1", "L2"))]
+        [LabelQuery("red", k=10**9), LabelQuery("red", k=10**9, allow=("L1", "L2"))]
     )
     assert [len(one.labels) for one in found] == [12, 2]
 
@@ -231,7 +231,7 @@ def test_more_labels_than_there_are(rng, tmp_path):
 def test_the_plain_answer_is_the_bundles_own(rng, tmp_path):
     write_tiny_bundle(tmp_path / "b", rng, clf_normalize=False, bias=True, vote="softmax")
     answerer = _answerer(tmp_path / "b")
-    plain = answerer.answer([Request(text, k=4) for text in TEXTS])
+    plain = answerer.answer([LabelQuery(text, k=4) for text in TEXTS])
     for got, own in zip(plain, answerer.bundle.predict(TEXTS, k=4), strict=True):
         assert got.labels == own.labels
         assert got.scores == pytest.approx(own.scores)
@@ -241,7 +241,7 @@ def test_the_plain_answer_is_the_bundles_own(rng, tmp_path):
 def test_tokens_are_counted(rng, tmp_path):
     write_tiny_bundle(tmp_path / "b", rng)
     found = _answerer(tmp_path / "b").answer(
-        [Request("red car"), Request("what is red"), Request("what")]
+        [LabelQuery("red car"), LabelQuery("what is red"), LabelQuery("what")]
     )
     expected = [(2, 0), (3, 2), (1, 1)]
     assert [(one.num_tokens, one.unknown_tokens) for one in found] == expected
@@ -251,23 +251,23 @@ def test_what_cannot_be_answered_is_named(rng, tmp_path):
     write_tiny_bundle(tmp_path / "b", rng, space="de")
     answerer = _answerer(tmp_path / "b")
     wrong = [
-        Request("red", k=0),
-        Request(3),
-        Request("\ud800"),
-        Request("red", head="clf"),
-        Request("red", head="x"),
-        Request("red", min_score=float("nan")),
-        Request(""),
-        Request(" \t\u00a0"),
-        Request("\u200b"),
-        Request("\x00"),
+        LabelQuery("red", k=0),
+        LabelQuery(3),
+        LabelQuery("\ud800"),
+        LabelQuery("red", head="clf"),
+        LabelQuery("red", head="x"),
+        LabelQuery("red", min_score=float("nan")),
+        LabelQuery(""),
+        LabelQuery(" \t\u00a0"),
+        LabelQuery("\u200b"),
+        LabelQuery("\x00"),
     ]
     for request in wrong:
         with pytest.raises(DataError, match="request 1"):
-            answerer.answer([Request("red"), request])
+            answerer.answer([LabelQuery("red"), request])
         with pytest.raises(DataError):
             answerer.explain(request)
-    assert len(answerer.answer([Request("red", head="de", min_score=-np.inf)])[0].labels) == 5
+    assert len(answerer.answer([LabelQuery("red", head="de", min_score=-np.inf)])[0].labels) == 5
 
 
 @pytest.mark.parametrize(
@@ -283,8 +283,8 @@ def test_an_explanation_adds_up(rng, tmp_path, vote, by_words):
         tmp_path / "b", rng, clf_normalize=False, bias=True, vote=vote, by_words=by_words
     )
     answerer = _answerer(tmp_path / "b")
-    told = answerer.explain(Request("red strange car", k=6), neighbours=4)
-    expected = answerer.answer([Request("red strange car", k=6)])[0]
+    told = answerer.explain(LabelQuery("red strange car", k=6), neighbours=4)
+    expected = answerer.answer([LabelQuery("red strange car", k=6)])[0]
     assert told.prediction == expected
     columns = {
         "de": told.prediction.de_scores,
@@ -300,7 +300,7 @@ def test_an_explanation_adds_up(rng, tmp_path, vote, by_words):
         ("car", False),
     ]
     assert not told.cut
-    assert answerer.explain(Request("red " * 9)).cut
+    assert answerer.explain(LabelQuery("red " * 9)).cut
     voters = parts["neighbours"]
     assert told.neighbours is not None and len(told.neighbours) == 4
     asked = answerer.bundle.encode(["red strange car"])
@@ -315,9 +315,9 @@ def test_an_explanation_adds_up(rng, tmp_path, vote, by_words):
         assert cosine_M[row] == pytest.approx(one.cosine, abs=2e-3)
         assert one.labels == [(UIDS[i], TITLES[i]) for i in np.sort(voters.labels_ML[row].indices)]
     assert vote != "softmax" or told.neighbours[0].vote == pytest.approx(1.0)
-    more = answerer.explain(Request("red strange car"), neighbours=6).neighbours
+    more = answerer.explain(LabelQuery("red strange car"), neighbours=6).neighbours
     assert more is not None and more[:4] == told.neighbours  # how many are shown changes no vote
-    alone = answerer.explain(Request("red", head="clf"))
+    alone = answerer.explain(LabelQuery("red", head="clf"))
     assert alone.weights == {"clf": 1.0}
     assert alone.prediction.knn_scores == []
     np.testing.assert_allclose(alone.prediction.clf_scores, alone.prediction.scores, rtol=1e-5)
@@ -325,7 +325,7 @@ def test_an_explanation_adds_up(rng, tmp_path, vote, by_words):
 
 def test_an_explanation_without_voters(rng, tmp_path):
     write_tiny_bundle(tmp_path / "b", rng)
-    assert _answerer(tmp_path / "b").explain(Request("red")).neighbours is None
+    assert _answerer(tmp_path / "b").explain(LabelQuery("red")).neighbours is None
 
 
 def test_many_requests_are_encoded_by_length_and_answered_in_their_order(
@@ -337,7 +337,7 @@ def test_many_requests_are_encoded_by_length_and_answered_in_their_order(
         " ".join(rng.choice(["red", "car", "house", "boat"], rng.integers(1, 30)))
         for _ in range(600)
     ]
-    requests = [Request(text, int(rng.integers(1, 4))) for text in texts]
+    requests = [LabelQuery(text, int(rng.integers(1, 4))) for text in texts]
     encode = answerer.encoder.encode
     lengths = []
     monkeypatch.setattr(

@@ -8,7 +8,7 @@ import pytest
 from helpers.tiny_bundle import UIDS, write_tiny_bundle
 
 from unidec.bundle import answer
-from unidec.bundle.answer import Answerer, Request
+from unidec.bundle.answer import Answerer, LabelQuery
 from unidec.bundle.bundle import Bundle
 from unidec.errors import ArtifactError, DataError
 
@@ -40,7 +40,7 @@ def test_a_row_for_each_label_of_each_query(rng, tmp_path, monkeypatch, told) ->
         options = {
             name: tuple(value) if isinstance(value, list) else value for name, value in told.items()
         }
-        [one] = answers.answer([Request(text, **options)])
+        [one] = answers.answer([LabelQuery(text, **options)])
         rows += [
             (text, rank + 1, *row)
             for rank, row in enumerate(zip(one.labels, one.titles, one.scores, strict=True))

@@ -52,7 +52,7 @@ def live(job: dict[str, Any]) -> None:
             break
         if trainer.refresh_due:
             say("refresh")
-            trainer.refresh()
+            trainer.mine()
         trainer.train_round(lambda step, figures: say("step", step + 1))
     say("end")
 

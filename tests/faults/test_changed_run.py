@@ -47,7 +47,7 @@ def opener(
         )
 
     trainer = opener()
-    trainer.refresh()
+    trainer.mine()
     trainer.train_round()
     return opener
 
@@ -147,7 +147,7 @@ def test_what_is_accepted_is_the_runs_own_from_then_on(
 ) -> None:
     """The next checkpoint carries the new parameters: the old ones are the change now."""
     trainer = opener(accept=("optim.lr_clf",), **{"optim.lr_clf": 0.5})
-    trainer.refresh()
+    trainer.mine()
     trainer.train_round()
     assert refused(opener, tmp_path / "run") == ["optim.lr_clf"]
     assert opener(**{"optim.lr_clf": 0.5}).finished

@@ -129,7 +129,7 @@ def test_a_training_goes_on_from_the_one_before(
     open_trainer: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = open_trainer(**{"run.checkpoint_steps": 3})
-    trainer.refresh()
+    trainer.mine()
     trainer.train_round()
     before, newest = sorted((trainer.run_dir / "checkpoints").glob("step-*"))
     (newest / "rows-00000.safetensors").write_bytes(b"")

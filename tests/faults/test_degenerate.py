@@ -64,7 +64,7 @@ def train(
             )
             if trainer.finished:
                 break
-            trainer.refresh()
+            trainer.mine()
             trainer.train_round()
         lines = [
             json.loads(line)

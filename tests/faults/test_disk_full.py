@@ -70,10 +70,10 @@ def test_a_training_stops_and_goes_on_when_there_is_space(
     good one.
     """
     whole = open_trainer("whole")
-    whole.refresh()
+    whole.mine()
     whole.train_round()
     trainer = open_trainer("full", **{"run.checkpoint_steps": 2})
-    trainer.refresh()
+    trainer.mine()
     step = trainer.train_step
 
     def fills(batch: Any) -> Any:

@@ -24,7 +24,7 @@ from unidec.training.checkpoint import VERSION, checkpoint_folders
 
 def test_a_newer_checkpoint_is_refused_and_kept(open_trainer: Callable[..., Any]) -> None:
     trainer = open_trainer()
-    trainer.refresh()
+    trainer.mine()
     trainer.train_round()
     newest = checkpoint_folders(trainer.run_dir)[0]
     newer = newest.with_name("step-0000000009")
@@ -43,7 +43,7 @@ def test_a_newer_checkpoint_is_refused_and_kept(open_trainer: Callable[..., Any]
 def test_a_newer_refresh_is_not_used(open_trainer: Callable[..., Any]) -> None:
     """A round that was begun with it starts from the checkpoint before the round."""
     trainer = open_trainer()
-    trainer.refresh()
+    trainer.mine()
     manifest = trainer.run_dir / "refresh" / "epoch-00000" / MANIFEST
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 99}))
     assert open_trainer().refresh_due

@@ -76,7 +76,7 @@ def test_the_step_changes_nothing_and_the_run_goes_on(
     overrides = {"run.checkpoint_steps": 4, "model.dropout": 0.2} | (late or {})
     trainer = open_trainer("run", **overrides)
     trainer.checks.each_step = late is None
-    trainer.refresh()
+    trainer.mine()
     step = trainer.train_step
     before = {}
     queries = []
@@ -107,7 +107,7 @@ def test_the_step_changes_nothing_and_the_run_goes_on(
     resumed = open_trainer("run", **overrides)
     resumed.train_round()
     whole = open_trainer("whole", **overrides)
-    whole.refresh()
+    whole.mine()
     whole.train_round()
     ours = everything(resumed)
     theirs = everything(whole)

@@ -44,7 +44,7 @@ def test_sizes_and_a_smaller_setting(
 ) -> None:
     overrides = {"run.checkpoint_steps": 2, "model.dropout": 0.2}
     trainer = open_trainer("run", **overrides)
-    trainer.refresh()
+    trainer.mine()
     with monkeypatch.context() as patch:
         runs_out(trainer, 3, patch, place)
         with pytest.raises(TrainingError) as caught:
@@ -59,7 +59,7 @@ def test_sizes_and_a_smaller_setting(
     assert resumed.at.step == 2
     resumed.train_round()
     whole = open_trainer("whole", **overrides)
-    whole.refresh()
+    whole.mine()
     whole.train_round()
     ours = resumed.model.state_dict()
     theirs = whole.model.state_dict()
@@ -91,7 +91,7 @@ def test_a_real_one(
         )
 
     trainer = open_run()
-    trainer.refresh()
+    trainer.mine()
     step = trainer.train_step
     ballast = []
 

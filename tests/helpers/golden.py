@@ -110,7 +110,7 @@ def first_steps(
             )
             if trainer.finished:
                 break
-            trainer.refresh()
+            trainer.mine()
             trainer.train_round()
     finally:
         trainer_module.LOG_EVERY = log_every

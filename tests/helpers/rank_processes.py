@@ -479,7 +479,7 @@ def train(ranks: Any, folder: Path, cases: dict[str, Any], steps: int) -> dict[s
         ended = cut_off_at(trainer, until)
         while not trainer.finished and not ended:
             if trainer.refresh_due:
-                trainer.refresh()
+                trainer.mine()
             try:
                 trainer.train_round()
             except CutOff:

@@ -17,14 +17,14 @@ def train_to_the_end(trainer: Trainer) -> Trainer:
     """As the stages do."""
     while not trainer.finished:
         if trainer.refresh_due:
-            trainer.refresh()
+            trainer.mine()
         trainer.train_round()
     return trainer
 
 
 def with_first_round(trainer: Trainer) -> Trainer:
     """At the start of its first round: clustered, mined, in training mode."""
-    trainer.refresh()
+    trainer.mine()
     trainer.made = Refresh.load(trainer.run_dir / "refresh" / "epoch-00000", 0)
     trainer.model.train()
     return trainer

@@ -177,7 +177,7 @@ def test_a_shortlist_has_the_labels_of_the_clusters_that_the_label_tree_keeps(
     trainer = open_trainer(**values, **{"pool.batches": "random", "model.dropout": 0.5})
     for parameter in trainer.model.tree.parameters():
         torch.nn.init.normal_(parameter)
-    report = trainer.refresh()
+    report = trainer.mine()
     assert trainer.model.tree.training
     made = Refresh.load(trainer.refresher.folder(0), 0)
     x_NW = {
@@ -222,5 +222,5 @@ def test_a_shortlist_is_made_only_where_steps_read_it(open_trainer):
         "pool.batches": "random",
     }
     trainer = open_trainer(**values, **{"pool.clf_labels": "all"})
-    assert "mine_queries" not in trainer.refresh()
+    assert "mine_queries" not in trainer.mine()
     assert Refresh.load(trainer.refresher.folder(0), 0).negatives is None

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 def drawn(open_trainer, kind, **overrides):
     trainer = open_trainer(**{"loss.mixup": kind, "model.dropout": 0.0} | overrides)
-    trainer.refresh()
+    trainer.mine()
     trainer.made = Refresh.load(trainer.run_dir / "refresh" / "epoch-00000", 0)
     batch = trainer.prepare(trainer.rows[:17], 0)
     return trainer, batch, torch.randn(batch.counts.texts, trainer.model.encoder.width)

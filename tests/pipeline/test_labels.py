@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 from typer.testing import CliRunner
 
 from unidec import pipeline
-from unidec.bundle.answer import Answerer, Request
+from unidec.bundle.answer import Answerer, LabelQuery
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.label_file import LabelText, read_labels
 from unidec.cli import app
@@ -146,10 +146,10 @@ def test_removed_labels_are_seen_nowhere(params: Params) -> None:
     everything = after.num_labels + len(gone)
     for text in texts[:20]:
         assert not set(after.predict([text], everything)[0].labels) & set(gone)
-        explained = answerer.explain(Request(text, k=5))
+        explained = answerer.explain(LabelQuery(text, k=5))
         assert explained.neighbours
         assert not {uid for query in explained.neighbours for uid, _ in query.labels} & set(gone)
-    allowed = answerer.answer([Request(texts[0], k=50, allow=(*gone, after.uids[0].as_py()))])[0]
+    allowed = answerer.answer([LabelQuery(texts[0], k=50, allow=(*gone, after.uids[0].as_py()))])[0]
     assert allowed.labels == [after.uids[0].as_py()]
     assert allowed.unknown_labels == len(gone)
     held = (Path("without") / "labels.arrow").read_bytes() + (

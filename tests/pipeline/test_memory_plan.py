@@ -106,7 +106,7 @@ def test_weights_and_state_are_exact(overrides, open_trainer, tiny_distilbert):
     if overrides.pop("distilbert", False):
         overrides["encoder.name"] = str(tiny_distilbert)
     trainer = open_trainer(**overrides, **{"optim.epochs": 1, "pool.refresh": 1})
-    trainer.refresh()
+    trainer.mine()
     trainer.train_round()
     params = Params.model_validate(trainer.settings.everything)
     found = measured(params, trainer.dataset, list(trainer.encoding.tokens.values()))
@@ -278,7 +278,7 @@ def test_the_peak_of_training_steps(
         tmp_path / "run",
         tmp_path / "cache",
     )
-    trainer.refresh()
+    trainer.mine()
     trainer.made = trainer_module.Refresh.load(trainer.refresher.folder(0), 0)
     trainer.model.train()
     batches = sorted(trainer.made.batches(trainer.rows, params.pool.batch_size, 0, 0), key=len)[-2:]

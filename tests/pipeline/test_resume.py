@@ -140,7 +140,7 @@ def uncut(work: SimpleNamespace) -> dict[str, Any]:
     [
         pytest.param(Trainer, "train_step", 5, id="in a round", marks=pytest.mark.slow),
         pytest.param(Trainer, "train_step", 14, id="in a later round"),
-        pytest.param(Trainer, "refresh", 1, id="before a refresh", marks=pytest.mark.slow),
+        pytest.param(Trainer, "mine", 1, id="before a refresh", marks=pytest.mark.slow),
         pytest.param(
             training,
             "write_json",
@@ -236,7 +236,7 @@ def test_inside_a_round_the_refresh_does_nothing(
     begun = pipeline.start_run(params)
     assert (begun.epoch, begun.step) == (0, 3)
     assert begun.epoch_step == 3
-    cut(monkeypatch, Trainer, "refresh")
+    cut(monkeypatch, Trainer, "mine")
     cut(monkeypatch, Trainer, "cluster")
     assert begun.cluster() == {}
     report = begun.mine()
@@ -440,7 +440,7 @@ def test_a_training_ends_as_what_happened(
         (fail, TrainingError, "FAILED"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(Trainer, "refresh", function)
+            patch.setattr(Trainer, "mine", function)
             with pytest.raises(error) as raised:
                 train(work.params())
         (run,) = runs.run_folders()

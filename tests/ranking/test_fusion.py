@@ -13,7 +13,7 @@ import torch
 from helpers.dense_votes import dense_votes
 from helpers.tiny_bundle import TITLES, UIDS, random_fusion, write_tiny_bundle
 
-from unidec.bundle.answer import Answerer, Request
+from unidec.bundle.answer import Answerer, LabelQuery
 from unidec.bundle.bundle import Bundle
 from unidec.data.propensity import inverse_propensity
 from unidec.data.storage import write_manifest
@@ -173,15 +173,15 @@ def test_a_bundle_ranks_by_network_and_tail(fused):
     rare = np.log(inverse_propensity(counts, fused.neighbours.num_queries, 0.55, 1.5))
     answerer = Answerer(fused, fused.encoder)
     for tail in (0.0, 2.0, -1.5):
-        found = answerer.answer([Request(text, k=12, tail=tail) for text in texts])
+        found = answerer.answer([LabelQuery(text, k=12, tail=tail) for text in texts])
         for query, prediction in enumerate(found):
             here = evidence.query_P == query
             wanted = network[here] + tail * rare
             got = dict(zip(prediction.labels, prediction.scores, strict=True))
             np.testing.assert_allclose([got[uid] for uid in UIDS], wanted, rtol=1e-3, atol=1e-3)
             assert prediction.scores == sorted(prediction.scores, reverse=True)
-    allowed = answerer.answer([Request(text, k=2, allow=("L3", "L5", "L9")) for text in texts])
-    every = answerer.answer([Request(text, k=12) for text in texts])
+    allowed = answerer.answer([LabelQuery(text, k=2, allow=("L3", "L5", "L9")) for text in texts])
+    every = answerer.answer([LabelQuery(text, k=12) for text in texts])
     for few, many in zip(allowed, every, strict=True):
         kept = [
             (uid, score)
@@ -192,7 +192,7 @@ def test_a_bundle_ranks_by_network_and_tail(fused):
         expected = [score for _, score in kept[:2]]
         np.testing.assert_allclose(few.scores, expected, rtol=1e-4, atol=1e-4)
     with pytest.raises(DataError, match="tail"):
-        answerer.answer([Request("red car", tail=float("nan"))])
+        answerer.answer([LabelQuery("red car", tail=float("nan"))])
 
 
 def test_one_head_alone_is_not_fused(fused):

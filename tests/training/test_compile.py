@@ -40,7 +40,7 @@ def trained(trainer, epochs_until=1):
     """Losses of every step up to an epoch's end."""
     losses = []
     while trainer.at.epoch < epochs_until:
-        trainer.refresh()
+        trainer.mine()
         trainer.train_round(lambda _, figures: losses.append(figures["loss"]))
     return losses
 

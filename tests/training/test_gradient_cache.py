@@ -187,7 +187,7 @@ def test_a_run_in_chunks(open_trainer):
     runs = []
     for size in (0, 7):
         trainer = open_trainer(f"chunks-{size}", **{"optim.encode_chunk": size, "optim.epochs": 2})
-        trainer.refresh()
+        trainer.mine()
         trainer.train_round()
         runs.append(trainer)
     batch = with_first_round(runs[1]).prepare(runs[1].rows[:9], 0)

@@ -88,7 +88,7 @@ def test_no_step_waits_for_a_copy(
     graph = golden.label_graph(params, tiny_dataset) if params.reads_label_graph else None
     data = TrainingData(tiny_dataset, *tiny_tokens.values(), graph)
     trainer = Trainer(params.training, data, tmp_path / "run", tmp_path / "cache")
-    trainer.refresh()
+    trainer.mine()
     trainer.made = Refresh.load(trainer.refresher.folder(0), 0)
     trainer.model.train()
     rows = trainer.made.batches(trainer.rows, trainer.batch_size, 0, 0)

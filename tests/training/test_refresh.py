@@ -182,7 +182,7 @@ def test_a_training_goes_through_the_curriculum(open_trainer):
     trainer = open_trainer(**{"pool.cluster_start": 1, "optim.epochs": 6})
     sizes = []
     while not trainer.finished:
-        trainer.refresh()
+        trainer.mine()
         trainer.train_round()
         sizes.append(int(np.diff(trainer.made.offsets).max()))
     assert sizes == [1, 2, 3] or sizes == [1, 2, 4]

@@ -115,7 +115,7 @@ def test_killed_at_every_step(open_trainer, monkeypatch):
 def test_opened_again_for_each_refresh_and_round(open_trainer):
     whole = train_to_the_end(open_trainer("whole", **DROPOUTS))
     for _ in range(2):
-        open_trainer("parts", **DROPOUTS).refresh()
+        open_trainer("parts", **DROPOUTS).mine()
         open_trainer("parts", **DROPOUTS).train_round()
     parts = open_trainer("parts", **DROPOUTS)
     assert (parts.at.epoch, parts.at.epoch_step, parts.finished) == (4, 0, True)
@@ -280,7 +280,7 @@ def run_with_patience(trainer, curve=CURVE):
         if trainer.finished:
             return trainer
         if trainer.refresh_due:
-            trainer.refresh()
+            trainer.mine()
         trainer.train_round()
 
 

@@ -72,7 +72,7 @@ def test_the_start_is_part_of_the_identity_by_content(two_stages, open_trainer, 
     other = export(second, tmp_path / "other")
     same = open_trainer("third", **{"encoder.start": moved})
     assert same.identity["encoder.start"] == second.identity["encoder.start"]
-    second.refresh()
+    second.mine()
     second.train_round()
     with pytest.raises(ConfigError, match=r"encoder\.start"):
         open_trainer("second", **{"encoder.start": other})
@@ -111,7 +111,7 @@ def test_second_stages_learn_and_are_resumed_bit_for_bit(two_stages, open_traine
     assert figures[-1] < figures[0]
     start = second.settings.encoder.start
     again = open_trainer("again", **SECOND[kind] | {"encoder.start": start})
-    again.refresh()
+    again.mine()
     again.train_round()
     resumed = weights(
         train_to_the_end(open_trainer("again", **SECOND[kind] | {"encoder.start": start}))

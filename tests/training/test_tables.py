@@ -20,7 +20,7 @@ def run(trainer):
     """Train to the end: all weights and states, and the history."""
     while not trainer.finished:
         if trainer.refresh_due:
-            trainer.refresh()
+            trainer.mine()
         trainer.train_round()
     return everything(trainer)
 
@@ -69,7 +69,7 @@ def test_rows_that_are_fetched_as_on_a_gpu_train_the_same(open_trainer, monkeypa
 def test_a_checkpoint_holds_what_was_on_its_way_back(open_trainer):
     values = {**SMALL, "run.table_place": "host", "pool.clf_labels": "pool"}
     trainer = open_trainer("run", **values)
-    trainer.refresh()
+    trainer.mine()
     trainer.made = trainer_module.Refresh.load(trainer.refresher.folder(0), 0)
     table = trainer.model.table
     table.is_remote = True
@@ -101,7 +101,7 @@ def test_opened_again_for_each_round_it_ends_with_the_same_bits(open_trainer, dt
         trainer = open_trainer("parts", **values, **{"run.table_place": place})
         if trainer.finished:
             break
-        trainer.refresh()
+        trainer.mine()
         trainer.train_round()
     assert_same(everything(open_trainer("parts", **values)), whole)
 
@@ -112,7 +112,7 @@ def test_every_choice_is_another_training(open_trainer):
     for dtype, state in CHOICES:
         values = {**SMALL, "optim.epochs": 1, "model.clf_dtype": dtype, "optim.clf_state": state}
         trainer = open_trainer(f"{dtype}-{state}", **values)
-        trainer.refresh()
+        trainer.mine()
         start = trainer.model.table.weight.float().clone()
         trainer.train_round()
         tables.append(trainer.model.table.weight.detach().float())

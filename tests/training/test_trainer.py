@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("every_step_is_logged")
 def train(trainer, rounds=1):
     reports = []
     for _ in range(rounds):
-        trainer.refresh()
+        trainer.mine()
         reports.append(trainer.train_round())
     return reports
 
@@ -172,7 +172,7 @@ def test_the_losses_of_a_step_equal_loops(open_trainer, tiny_dataset, everything
     )
     model = trainer.model
     torch.nn.init.normal_(model.bias.weight, std=0.3)
-    trainer.refresh()
+    trainer.mine()
     trainer.made = Refresh.load(trainer.run_dir / "refresh" / "epoch-00000", 0)
     relevance = tiny_dataset.relevance.toarray() > 0
     filtered = tiny_dataset.filter_pairs.toarray()
@@ -211,7 +211,7 @@ def test_the_losses_of_a_step_equal_loops(open_trainer, tiny_dataset, everything
 
 def test_a_step_trains_the_pools_rows_and_no_other(open_trainer):
     trainer = open_trainer(**{"encoder.kind": "both", "pool.eta": 0, "pool.beta": 1})
-    trainer.refresh()
+    trainer.mine()
     trainer.made = Refresh.load(trainer.run_dir / "refresh" / "epoch-00000", 0)
     batch = trainer.prepare(trainer.rows[:6], 0)
     before = weights(trainer)
@@ -262,7 +262,7 @@ def test_logged_figures_are_those_of_the_batch(open_trainer):
     trainer = open_trainer(
         **{"optim.lr_clf": 0.02, "optim.lr_heads": 0.03, "optim.lr_encoder": 0.04}
     )
-    trainer.refresh()
+    trainer.mine()
     trainer.made = Refresh.load(trainer.run_dir / "refresh" / "epoch-00000", 0)
     batch = trainer.prepare(trainer.rows[:9], 0)
     figures = trainer.train_step(batch)
@@ -324,10 +324,10 @@ def test_a_round_needs_the_refresh_of_its_epoch(open_trainer):
 )
 def test_a_refresh_makes_what_is_needed(open_trainer, tiny_dataset, overrides, clusters, mined):
     trainer = open_trainer(**overrides)
-    report = trainer.refresh()
+    report = trainer.mine()
     made = Refresh.load(trainer.run_dir / "refresh" / "epoch-00000", 0)
-    assert made.order is not None == clusters
-    assert made.negatives is not None == mined
+    assert (made.order is not None) == clusters
+    assert (made.negatives is not None) == mined
     if clusters:
         assert sorted(made.order) == trainer.rows.tolist()
         assert report["clusters"] == trainer.steps_per_epoch == 4
@@ -352,7 +352,7 @@ def test_hard_negatives_of_an_approximate_search(open_trainer):
     """
     exact = open_trainer("exact")
     approximate = open_trainer("faiss", **{"pool.mining": "faiss"})
-    reports = exact.refresh(), approximate.refresh()
+    reports = exact.mine(), approximate.mine()
     assert "mine_recall" not in reports[0]
     assert reports[1]["mine_recall"] == 1.0
     found = [
@@ -390,7 +390,7 @@ def fault_in_row_gradient(trainer, monkeypatch):
 def test_what_is_not_finite_stops_before_the_step(open_trainer, monkeypatch, fault):
     trainer = open_trainer(**{"optim.clip_norm": 1.0})
     train(trainer)
-    trainer.refresh()
+    trainer.mine()
     trainer.made = Refresh.load(trainer.run_dir / "refresh" / "epoch-00002", 2)
     before = weights(trainer)
     before_moments = moments(trainer)
@@ -413,7 +413,7 @@ def test_what_is_not_finite_stops_before_the_step(open_trainer, monkeypatch, fau
 
 def test_a_nan_among_the_weights_is_caught_at_once(open_trainer):
     trainer = open_trainer()
-    trainer.refresh()
+    trainer.mine()
     with torch.no_grad():
         trainer.model.head_clf[0].weight[1, 1] = math.nan
     before = weights(trainer)
@@ -425,7 +425,7 @@ def test_a_nan_among_the_weights_is_caught_at_once(open_trainer):
 
 def test_no_memory_left_is_said_with_sizes(open_trainer, monkeypatch):
     trainer = open_trainer()
-    trainer.refresh()
+    trainer.mine()
 
     def full(_):
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -361,7 +361,7 @@ def test_a_cut_training_ends_as_an_uncut_one(go_on, overrides):
     _, start = go_on.started(**parts)
     whole = weights(train_to_the_end(go_on("whole", start, **overrides)))
     cut = go_on("cut", start, **overrides)
-    cut.refresh()
+    cut.mine()
     cut.train_round()
     again = go_on("cut", start, **overrides)
     assert again.at.step == cut.at.step > 0
@@ -372,7 +372,7 @@ def test_a_cut_training_ends_as_an_uncut_one(go_on, overrides):
 def test_another_start_is_another_run(go_on):
     _, start = go_on.started()
     trainer = go_on("run", start)
-    trainer.refresh()
+    trainer.mine()
     trainer.train_round()
     assert trainer.identity["start"] == start.sha256
     with pytest.raises(ConfigError, match="start: 555555555555"):

@@ -31,7 +31,7 @@ _LEAST_K = 8  # requests for up to this number of labels are searched together
 
 
 @dataclass(frozen=True)
-class Request:
+class LabelQuery:
     """A query and how to answer it.
 
     Attributes:
@@ -114,7 +114,7 @@ class Answerer:
         bundle = Bundle.load(folder, lazy=True)
         return cls(bundle, open_encoder(bundle, runtime, threads))
 
-    def check(self, request: Request, where: str = "request") -> None:
+    def check(self, request: LabelQuery, where: str = "request") -> None:
         """Raise a DataError if the text (also a blank one), k, tail, min_score or head is invalid
         for this bundle.
         """
@@ -145,7 +145,7 @@ class Answerer:
             what = "this bundle does not rank by that head"
             raise refused("head", what, request.head, ", ".join(heads))
 
-    def answer(self, requests: Sequence[Request]) -> list[Prediction]:
+    def answer(self, requests: Sequence[LabelQuery]) -> list[Prediction]:
         """Labels of each request, best first, ties ordered by label row; raises DataError, which
         names the request.
 
@@ -179,8 +179,8 @@ class Answerer:
 
         Args:
             frame: DataFrame with a text column `query` or `text`.
-            k, deny, min_score, head: see `Request`. allow: likewise, but an empty sequence allows
-            all labels.
+            k, deny, min_score, head: see `LabelQuery`. allow: likewise, but an empty sequence
+                allows all labels.
 
         Raises:
             DataError: the column is missing, or a request is invalid; the error names its position.
@@ -188,7 +188,7 @@ class Answerer:
         import pandas as pd
 
         column = text_column(list(getattr(frame, "columns", [])), None, "the table")
-        options = Request(
+        options = LabelQuery(
             "", k, allow=tuple(allow) or None, deny=tuple(deny), min_score=min_score, head=head
         )
         requests = [replace(options, text=text) for text in frame[column].tolist()]
@@ -200,7 +200,7 @@ class Answerer:
         table = pd.DataFrame(rows, columns=["query", "rank", "label", "title", "score"])
         return table.astype({"rank": "int64", "score": "float64"})
 
-    def explain(self, request: Request, neighbours: int = 10) -> Explanation:
+    def explain(self, request: LabelQuery, neighbours: int = 10) -> Explanation:
         """The answer to a request and how it came about, with up to `neighbours` similar training
         queries.
         """
@@ -220,7 +220,7 @@ class Answerer:
         tokens, cut = bundle.tokenizer.pieces(request.text)
         return Explanation(prediction, weights, self._nearest(encoded, neighbours), tokens, cut)
 
-    def _answer(self, requests: Sequence[Request], encoded: Encoded) -> list[Prediction]:
+    def _answer(self, requests: Sequence[LabelQuery], encoded: Encoded) -> list[Prediction]:
         """Answers to requests, one search for each group of the same search options."""
         groups: dict[Any, list[int]] = defaultdict(list)
         for place, request in enumerate(requests):
@@ -234,7 +234,7 @@ class Answerer:
             predictions |= zip(places, answers, strict=True)
         return [predictions[place] for place in range(len(requests))]
 
-    def _group(self, requests: Sequence[Request], encoded: Encoded) -> list[Prediction]:
+    def _group(self, requests: Sequence[LabelQuery], encoded: Encoded) -> list[Prediction]:
         """Answers to requests with the same search options."""
         bundle = self.bundle
         first = requests[0]
@@ -312,13 +312,13 @@ class Answerer:
         return queries
 
 
-def _search_options(request: Request) -> Any:
+def _search_options(request: LabelQuery) -> Any:
     """Options by which requests are grouped for a search."""
     allowed = None if request.allow is None else frozenset(request.allow)
     return request.head, request.tail, allowed, _searched_k(request)
 
 
-def _searched_k(request: Request) -> int:
+def _searched_k(request: LabelQuery) -> int:
     """The number of labels, rounded up to a power of two.
 
     An approximate search finds more if more labels are requested, so this number must not depend on

@@ -147,7 +147,7 @@ def main() -> None:
 
 
 def _probe(job: dict[str, Any]) -> Probe:
-    from unidec.bundle.answer import Answerer, Request
+    from unidec.bundle.answer import Answerer, LabelQuery
     from unidec.bundle.bundle import Bundle
     from unidec.ranking.query_encoder import open_encoder
 
@@ -168,7 +168,7 @@ def _probe(job: dict[str, Any]) -> Probe:
         """Wall-clock and CPU seconds of an answer."""
         began = time.perf_counter()
         used = time.process_time()
-        answerer.answer([Request(text, job["k"])])
+        answerer.answer([LabelQuery(text, job["k"])])
         return time.perf_counter() - began, time.process_time() - used
 
     ask(texts[0])

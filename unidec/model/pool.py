@@ -91,7 +91,7 @@ class PoolSampler:
 
     For each query up to `beta` positives are drawn without replacement, uniformly or in proportion
     to label weights, and up to `eta` hard negatives uniformly from its shortlist, without its
-    positives and filter pairs. A pool with a size limit (spec, detail 5) takes sampled positives
+    positives and filter pairs. A pool with a size limit takes sampled positives
     first, then hard negatives, then with `fill` further positives; within each group the labels
     that are most frequent in the batch first, ties at random.
 

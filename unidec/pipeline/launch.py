@@ -38,7 +38,7 @@ from unidec.training.precision import choose_device
 
 Job = dict[str, Any]
 Work = Callable[[Ranks, Job], Report]
-# (phase: "refresh" or "train_round", parameters, run folder, keys of the run's identity that may
+# (phase: "mine" or "train_round", parameters, run folder, keys of the run's identity that may
 # differ) -> report of the first rank
 Launcher = Callable[[str, Params, Path, Collection[str]], Report]
 

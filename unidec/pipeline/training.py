@@ -157,7 +157,7 @@ class Run:
         With several ranks this is the whole refresh, in a single launch that encodes the queries
         only once.
         """
-        return self._work("refresh" if self.launcher else "cluster")
+        return self._work("mine" if self.launcher else "cluster")
 
     def mine(self) -> Figures:
         """Mine hard negatives for the next round; if that is done already, returns the report in
@@ -165,7 +165,7 @@ class Run:
         """
         if self.launcher is not None:  # `cluster` ran the whole refresh
             return _refresh_report(self.folder, self.epoch - self.epoch % self.epochs_a_round)
-        return self._work("refresh")
+        return self._work("mine")
 
     def train_round(self) -> RoundReport:
         """Train the rest of the round, until the next refresh is due."""
@@ -404,7 +404,7 @@ def work_on_rank(ranks: Ranks, job: Job) -> Report:
 
 
 def work(name: str, trainer: Trainer) -> Report:
-    """Run a phase of training, "cluster", "refresh" or "train_round", and return its report. Only
+    """Run a phase of training, "cluster", "mine" or "train_round", and return its report. Only
     the first rank writes records.
     """
     if name == "train_round":
@@ -414,7 +414,7 @@ def work(name: str, trainer: Trainer) -> Report:
         return {} if name == "cluster" else _refresh_report(trainer.run_dir, begin)
     if name == "cluster":
         return {"epoch": trainer.at.epoch, **trainer.cluster()}
-    report = {"epoch": trainer.at.epoch, **trainer.refresh()}
+    report = {"epoch": trainer.at.epoch, **trainer.mine()}
     if trainer.ranks.is_first:
         write_json(trainer.run_dir / REFRESH, report)
         figures = {

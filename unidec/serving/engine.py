@@ -25,7 +25,7 @@ from unidec.serving.prometheus import Metrics
 from unidec.serving.schemas import card
 
 if TYPE_CHECKING:
-    from unidec.bundle.answer import Answerer, Request
+    from unidec.bundle.answer import Answerer, LabelQuery
     from unidec.bundle.bundle import Bundle
     from unidec.config import Serve
     from unidec.ranking.ranker import Prediction
@@ -71,7 +71,7 @@ class Engine:
         self.model_json = orjson.dumps({"sha256": identity.sha256, "version": identity.version})
         self.card: dict[str, Any] = {"model": asdict(identity), "runtime": self.runtime}
         self.card |= card(self.bundle, settings)
-        self.answer: Callable[[Sequence[Request]], list[Prediction]] = answerer.answer
+        self.answer: Callable[[Sequence[LabelQuery]], list[Prediction]] = answerer.answer
         self.explain = answerer.explain
         self.check = answerer.check
 
@@ -103,11 +103,11 @@ class Engine:
 
     def warm(self, batch: int) -> None:
         """Answer one query, then a batch, so that no client waits for one-time work."""
-        from unidec.bundle.answer import Request
+        from unidec.bundle.answer import LabelQuery
 
         texts = [f"a text to begin with {i}" for i in range(batch)]
         for size in (1, batch, 1):
-            self.answer([Request(text) for text in texts[:size]])
+            self.answer([LabelQuery(text) for text in texts[:size]])
 
     @functools.cached_property
     def labels(self) -> LabelSearch:

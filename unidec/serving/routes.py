@@ -18,7 +18,7 @@ import orjson
 from cachetools import LRUCache
 from fastapi import FastAPI, Query, Request, Response
 
-from unidec.bundle.answer import Request as Asked
+from unidec.bundle.answer import LabelQuery
 from unidec.config import Serve
 from unidec.data.line_file import append_line
 from unidec.errors import DataError
@@ -60,7 +60,7 @@ class Routes:
         self.has_key = api_key is not None
         self.figures = service.metrics
         self.models = schemas.request_models(settings)
-        self.cache: LRUCache[tuple[str, Asked], Answer] = LRUCache(
+        self.cache: LRUCache[tuple[str, LabelQuery], Answer] = LRUCache(
             settings.cache_queries * CACHED_BYTES,
             lambda answer: max(CACHED_BYTES, len(answer.json)),
         )
@@ -94,8 +94,8 @@ class Routes:
         them.
         """
         engine = self._engine()
-        asked = _read_request(request, self.models.predict)
-        queries = _queries(engine, asked.queries, asked)
+        body = _read_request(request, self.models.predict)
+        queries = _queries(engine, body.queries, body)
         answers = await self._cached_or_new(engine, queries, request)
         self._count(queries[0], answers)
         return JsonBytes(predict_json(engine.model_json, [answer.json for answer in answers]))
@@ -105,8 +105,8 @@ class Routes:
         tokens.
         """
         engine = self._engine()
-        asked = _read_request(request, self.models.explain)
-        (query,) = _queries(engine, [asked.query], asked)
+        body = _read_request(request, self.models.explain)
+        (query,) = _queries(engine, [body.query], body)
         explanation = await self._aside(lambda: engine.explain(query))
         self._count(query, [answer_of(explanation.prediction)])
         return JsonBytes(explain_json(engine.model_json, explanation))
@@ -125,7 +125,7 @@ class Routes:
         return JsonBytes(b'{"kept":true}')
 
     async def _cached_or_new(
-        self, engine: Engine, queries: list[Asked], request: Request
+        self, engine: Engine, queries: list[LabelQuery], request: Request
     ) -> list[Answer]:
         """Answers from the cache, whose keys hold the bundle's hash; missing ones from the model,
         then cached.
@@ -147,7 +147,7 @@ class Routes:
         return [next(rest) if answer is None else answer for answer in cached]
 
     async def _answers(
-        self, engine: Engine, queries: Sequence[Asked], request: Request
+        self, engine: Engine, queries: Sequence[LabelQuery], request: Request
     ) -> list[Answer]:
         """Answers from the model, in batches with other requests."""
         assert self.batcher is not None
@@ -165,13 +165,13 @@ class Routes:
         self.figures.batch_queries.observe(num_queries)
         self.figures.batch_seconds.observe(seconds)
 
-    def _count(self, query: Asked, answers: list[Answer]) -> None:
+    def _count(self, query: LabelQuery, answers: list[Answer]) -> None:
         figures = self.figures
         figures.queries.inc(len(answers))
         figures.tokens.inc(sum(answer.num_tokens for answer in answers))
         figures.unknown_tokens.inc(sum(answer.unknown_tokens for answer in answers))
         figures.empty.inc(sum(answer.best is None for answer in answers))
-        if query == Asked(query.text, query.k):  # no filter
+        if query == LabelQuery(query.text, query.k):  # no filter
             for answer in answers:
                 if answer.best is not None:
                     figures.best_score.observe(answer.best)
@@ -312,19 +312,19 @@ def _append(settings: Serve, line: bytes) -> None:
     raise RequestError(507, "feedback", what, where="serve.feedback", got=got, fix=fix)
 
 
-def _queries(engine: Engine, texts: Sequence[str], asked: Any) -> list[Asked]:
+def _queries(engine: Engine, texts: Sequence[str], body: Any) -> list[LabelQuery]:
     """Each text with the request's settings; an error if the bundle does not support them, e.g.
     lacks a head.
     """
-    allow = None if asked.allow is None else tuple(asked.allow)
-    first = Asked(
+    allow = None if body.allow is None else tuple(body.allow)
+    first = LabelQuery(
         texts[0],
-        asked.k,
+        body.k,
         allow,
-        deny=tuple(asked.deny),
-        min_score=asked.min_score,
-        head=asked.head,
-        tail=asked.tail,
+        deny=tuple(body.deny),
+        min_score=body.min_score,
+        head=body.head,
+        tail=body.tail,
     )
     queries = [replace(first, text=text) for text in texts]
     try:

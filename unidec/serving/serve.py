@@ -113,7 +113,7 @@ def _server(service: Service, settings: Serve, api_key: str | None) -> uvicorn.S
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             """uvicorn resets connections that wait to be accepted, and closes idle ones while a
-            request is on its way (fault 27). Here waiting ones are accepted first, and all may send
+            request is on its way. Here waiting ones are accepted first, and all may send
             requests for `DRAIN_SECONDS` more: each answer carries `Connection: close`.
             """
             self.server_state.default_headers.append((b"connection", b"close"))
@@ -129,7 +129,7 @@ def _server(service: Service, settings: Serve, api_key: str | None) -> uvicorn.S
 
 def server_config(app: object, settings: Serve) -> uvicorn.Config:
     """The server's options. The parser is written in C (httptools): h11 takes forty times as long
-    for a body of one-byte chunks, and blocks all other clients meanwhile (fault 36).
+    for a body of one-byte chunks, and blocks all other clients meanwhile.
     """
     import uvicorn
 

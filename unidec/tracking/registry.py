@@ -149,7 +149,7 @@ def _row(*cells: str) -> str:
 
 
 def signature() -> ModelSignature:
-    """Input `query`, parameters of `answer.Request`, output rows.
+    """Input `query`, parameters of `answer.LabelQuery`, output rows.
 
     MLflow's list parameters cannot be unset: an empty `allow` counts as none.
     """

@@ -4,7 +4,7 @@ together. Clusters of queries become batches, and clusters of labels share param
 Legend: N points, D dimensions, C clusters of a level, M slots of a cluster (its size, or one more),
 A clusters that have not converged, 2 the halves of a split.
 
-Source: NGAME's batches as UniDEC uses them (spec, detail 7). Each iteration orders the points by
+Source: NGAME's batches as UniDEC uses them. Each iteration orders the points by
 the difference of their similarities to two centres, cuts them in half and recomputes the centres,
 until the gain in mean cosine falls below a tolerance."""
 

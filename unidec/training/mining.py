@@ -6,7 +6,7 @@ search, D width of a head, E positives of some queries.
 
 Source: UniDEC, H_i = top-k of a nearest-neighbour search without P_i, |H_i| = eta x T. Labels of
 filter pairs (the query is the label itself) are excluded too: they score best and are not
-negatives (spec, detail 6).
+negatives.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ class Optimisers:
     """The optimisers of a model, which must be on its device: AdamW for dense parameters, one
     optimiser for each table; gradient clipping; and the learning-rate schedule.
 
-    Groups (spec, detail 9): transformer, heads (with the residual network and temperatures), bag,
+    Groups: transformer, heads (with the residual network and temperatures), bag,
     classifier table. Weight decay applies to matrices of the dense groups, `clf_decay` to the
     classifier's rows. The bag's tables train by Adam, the classifier's by `clf_state`.
 

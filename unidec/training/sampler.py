@@ -1,5 +1,5 @@
 """Divides the training queries into batches, and reads from the settings which labels each head
-sees.
+sees. The labels of a batch's pool are drawn in `unidec/model/pool.py`.
 
 No random state is kept: every draw is seeded by the seed and the epoch, so a resumed run needs only
 the counters.
@@ -28,7 +28,7 @@ def random_batches(rows: np.ndarray, batch_size: int, seed: int, epoch: int) -> 
 
 def queries_a_batch(pool: Pool, num_rows: int) -> int:
     """Number of queries in the largest batch: `pool.batch_size`, or with `pool.batch_fit: least`
-    the smallest N / 2^depth, rounded up, that is at least that (spec, detail 7: so are the
+    the smallest N / 2^depth, rounded up, that is at least that (so are the
     published 1,152 on 131K and 1,098 on 1.3M).
     """
     if pool.batch_fit == "most" or pool.batches == "random":

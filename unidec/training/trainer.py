@@ -241,7 +241,7 @@ class Trainer:
         figures["work_seconds"] = self.clock() - begin
         return figures
 
-    def refresh(self) -> Figures:
+    def mine(self) -> Figures:
         """Mine hard negatives for the next round, and write them and the clusters to the run's
         folder; returns figures of both. Runs `cluster` if it has not been called.
         """

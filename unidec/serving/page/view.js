@@ -171,7 +171,6 @@ const MEANINGS = {
   nDCG: "like P@{k}, but the order counts", PSP: "like P@{k}, but rare labels count more",
   MRR: "mean of 1 / rank of the first right label", coverage: "share of all labels among the first {k} of at least one query",
 };
-const FIRST = ["P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10", "R@100"];
 
 function metric(name) {
   const [kind, k] = name.split("@");
@@ -201,7 +200,7 @@ export function facts(card) {
   add("unidec", card.unidec);
   const pieces = [element("dl", {}, ...pairs)];
   for (const [split, values] of Object.entries(card.metrics ?? {})) {
-    const names = FIRST.filter((name) => Number.isFinite(values[name]));
+    const names = Object.keys(values).filter((name) => Number.isFinite(values[name]) && !name.includes("/"));
     if (!names.length) continue;
     pieces.push(element("h3", {}, `Measured, ${split} split, percent`), element("dl", { class: "figures" },
       ...names.flatMap((name) => [element("dt", {}, metric(name)), element("dd", {}, number(values[name], 1))])));
