@@ -160,7 +160,7 @@ def test_encoders_by_folder(tmp_path, tiny_bert):
 def test_ranks_share_the_classifier_alone(data, tiny_params):
     alone, three = (measured(tiny_params(**{"run.devices": n}), *data).state for n in (1, 3))
     # the largest part: 134 of 400 labels
-    assert three.pop("classifier rows") == pytest.approx(134 * 16 * 12, rel=0.01)
+    assert three.pop("classifier rows") == 134 * 16 * 12
     assert alone.pop("classifier rows") == 400 * 16 * 12
     assert alone == three
 
@@ -319,7 +319,7 @@ def test_logits_of_all_labels_are_not_counted_if_they_are_not_held(tiny_params):
         measure(tiny_params(**of_all, **{"loss.clf": loss}), sizes, gpu=True, half=False)
         for loss in ("bce", "ds")
     )
-    assert bce.step["heads and losses"] < 0.1 * softmax.step["heads and losses"]
+    assert bce.step["heads and losses"] < 0.03 * softmax.step["heads and losses"]
     assert bce.num_labels == softmax.num_labels == 1_000_000
 
 
@@ -333,6 +333,17 @@ def test_a_step_over_all_labels_grows_by_the_label(tiny_params, monkeypatch):
     assert of_few.state == whole.state and of_few.num_labels == whole.num_labels
     for part, size in whole.step.items():
         assert of_few.step[part] == pytest.approx(size, rel=0.02)
+
+
+def test_an_equal_step_is_measured_once(tiny_params, monkeypatch):
+    """Recomputing, and what only later stages read, do not change it."""
+    steps = []
+    step = memory_probe._Probe.step
+    monkeypatch.setattr(memory_probe._Probe, "step", lambda probe: steps.append(1) or step(probe))
+    sizes = Sizes.given(3001, 1001, 7)
+    for overrides in ({}, {"run.recompute": True}, {"index.kind": "flat"}, {"gate.margin": 1.0}):
+        measure(tiny_params(**overrides), sizes, gpu=False, half=False)
+    assert len(steps) == 1
 
 
 def test_chunks_and_recomputing_hold_less_of_a_transformer(data, tiny_params):
@@ -592,14 +603,10 @@ def test_the_shipped_recipes_fit_the_papers_card(recipe, tokens):
 
 
 @pytest.mark.parametrize(
-    "device", [8, *(pytest.param(gib, marks=pytest.mark.slow) for gib in (0.1, 3, 5, 12, 16))]
+    "device", [3, 8, *(pytest.param(gib, marks=pytest.mark.slow) for gib in (0.1, 5, 12, 16))]
 )
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        pytest.param(PAPER, id="1.3M"),
-        pytest.param(Sizes.given(20_000_000, 100_000, 16), id="20M", marks=pytest.mark.slow),
-    ],
+    "sizes", [PAPER, Sizes.given(20_000_000, 100_000, 16)], ids=["1.3M", "20M"]
 )
 def test_taking_the_advice_makes_it_fit(device, sizes):
     """The mildest single setting that is enough, else several."""
