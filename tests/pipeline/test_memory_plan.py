@@ -492,6 +492,13 @@ def test_the_training_here_fits(ingested):
     assert (sizes.num_queries, sizes.num_train, sizes.num_labels) == (2500, 1900, 4497)
 
 
+def test_a_label_graph_that_training_does_not_use_is_not_read(ingested, tmp_path, monkeypatch):
+    params = ingested.params()
+    num_pairs = stored_sizes(params).num_pairs
+    monkeypatch.setitem(paths.RELATIVE, "LABEL_GRAPH", tmp_path)
+    assert stored_sizes(params).num_pairs == num_pairs == paths.open_dataset().relevance.nnz
+
+
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_what_does_not_fit_is_refused_with_what_would(ingested, place):
     params = ingested.params(**{"pool.batch_size": 2048})

@@ -386,9 +386,10 @@ def stored_sizes(params: Params) -> Sizes:
     dataset = paths.open_dataset()
     queries = paths.open_tokens("queries")
     labels = paths.open_tokens("labels")
+    graph = paths.open_label_graph(params) if paths.LABEL_GRAPH.is_dir() else None
     num_pairs = int(dataset.relevance.nnz)
-    if paths.LABEL_GRAPH.is_dir():
-        num_pairs += int(paths.open_label_graph(params).nnz)
+    if graph is not None:
+        num_pairs += int(graph.nnz)
     return Sizes(
         num_queries=dataset.num_queries,
         num_train=len(dataset.rows("train")),

@@ -422,9 +422,8 @@ class _Probe:
             norm = Gradients(self.model, self.optimisers, self.ranks, None).complete()
             for rows in self.optimisers.row.values():
                 rows.step(1, 1.0, norm, torch.zeros(()))
-        together = [batch.texts]
-        if isinstance(batch.texts, TextChunks):
-            together = [part for _, part in batch.texts.chunks]
+        texts = batch.texts
+        together = [part for _, part in texts.chunks] if isinstance(texts, TextChunks) else [texts]
         chunks = [[ids.shape for _, ids, _ in part.chunks] for part in together]
         of_all = self.model.heads != "de" and batch.clf.ids is None
         return _Step(
