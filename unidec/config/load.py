@@ -37,7 +37,22 @@ MEANT = {("data.format", kind): "tables" for kind in ("csv", "tsv", "jsonl", "pa
 other.
 """
 
-MOVED = {"retrain.notify": "a Prefect automation on unidec.* events and failed runs"} | {
+MOVED = {
+    "retrain.notify": "a Prefect automation on unidec.* events and failed runs",
+    "gate.max_load_ratio": "gate.max_load: 2x",
+    "gate.max_load_seconds": "gate.max_load: 60 s",
+    "gate.max_latency_ratio": "gate.max_latency: 2x",
+    "gate.max_latency_ms": "gate.max_latency: 30 ms",
+    "gate.max_size_ratio": "gate.max_size: 1.5x",
+    "gate.max_megabytes": "gate.max_size: 900 MB",
+    "drift.warn_change": "drift.warn",
+    "drift.warn_distance": "drift.warn",
+    "drift.stop_change": "drift.stop",
+    "drift.stop_distance": "drift.stop",
+    "drift.warn_shift": "half of it as drift.warn",
+    "drift.warn_low_score": "drift.warn: the share may grow by one and a half times as much",
+    "drift.low_score_quantile": "remove it: a low top score is one below the 5 % quantile",
+} | {
     f"validation.{name}_severity": f'in one value with the share: validation.{name}: "0.01 warn"'
     for name in Validation.model_fields
 }
@@ -369,7 +384,8 @@ def _no_such_key(key: str, value: Any, origin: dict[str, str]) -> str:
     """Text about an unknown key, with the valid key that was probably meant."""
     got = short(value)
     if key in MOVED:
-        return problem(key, "a key of an earlier version", got, None, origin, fix=MOVED[key])
+        fix = "remove the key" if value is None else MOVED[key]
+        return problem(key, "a key of an earlier version", got, None, origin, fix=fix)
     first, _, name = key.rpartition(".")
     section = _section(first or name)
     listed = ", ".join((section or Params).model_fields)
