@@ -556,3 +556,28 @@ def test_a_key_of_an_earlier_version_names_its_new_place(tmp_path: Path) -> None
         [found] = problems(tmp_path, f"{section}: {{{name}: warn}}")
         assert found.startswith(f"- {key} (line 1): a key of an earlier version")
         assert f"fix: {fix.format('warn')}" in found
+
+
+def test_a_key_of_an_earlier_version_without_a_value_is_removed(tmp_path: Path) -> None:
+    for key in ("validation.empty_texts_severity", "drift.warn_shift", "retrain.notify"):
+        section, _, name = key.partition(".")
+        [found] = problems(tmp_path, f"{section}: {{{name}}}")
+        assert f"- {key} (line 1): a key of an earlier version" in found
+        assert "fix: remove the key" in found
+
+
+@pytest.mark.parametrize(
+    ("value", "bound"),
+    [("2x", (2.0, 0.0)), ("30 ms", (0.0, 30.0)), ("1.5x, 4 ms", (1.5, 4.0)), ("off", (0.0, 0.0))],
+)
+def test_a_bound_is_a_multiple_a_limit_or_both(
+    tmp_path: Path, value: str, bound: tuple[float, float]
+) -> None:
+    params = load(tmp_path, f'gate: {{max_latency: "{value}"}}')
+    assert params.gate.bound("max_latency") == bound
+
+
+@pytest.mark.parametrize("value", ["2", "30", "30 s", "30 ms, 2x", "2x 30 ms", "x", "-1x", "2x, "])
+def test_a_bound_in_another_form_is_refused(tmp_path: Path, value: str) -> None:
+    [found] = problems(tmp_path, f'gate: {{max_latency: "{value}"}}')
+    assert "expected: a multiple of the champion's" in found and "30 ms" in found

@@ -220,7 +220,7 @@ def test_nothing_before_bounds_nothing(profile: Figures) -> None:
 
 def test_small_shares_do_not_cry_wolf() -> None:
     """One duplicate among a hundred where there was none; the same share of a million warns."""
-    levels = (LIMITS.warn_change, LIMITS.stop_change)
+    levels = (LIMITS.warn, LIMITS.stop)
     state = _share("x", "x", {"share": 0.0, "of": 100}, {"share": 0.01, "of": 100}, levels).state
     assert state == "ok"
     many = {"share": 0.0, "of": 10**6}

@@ -83,7 +83,7 @@ def test_a_failed_check_says_what_to_do(check: str, shown: str, to_do: str) -> N
 
 def test_every_check_of_the_gate_has_its_advice() -> None:
     probe = Probe(**dict.fromkeys((f.name for f in dataclasses.fields(Probe)), 1.0))  # type: ignore[arg-type]
-    rules = Gate(max_load_seconds=0.1, max_latency_ms=0.1, max_megabytes=0.1)
+    rules = Gate(max_load="2x, 0.1 s", max_latency="2x, 0.1 ms", max_size="1.5x, 0.1 MB")
     found = resource_checks({"challenger": probe, "champion": probe}, rules)
     assert len(found) == 6
     for one in found:

@@ -26,7 +26,7 @@ from unidec.pipeline import gating
 from unidec.tracking.fetch import fetch_bundle
 
 # quality alone decides here
-UNSEEN = {"max_load_ratio": 0.0, "max_latency_ratio": 0.0, "max_size_ratio": 0.0}
+UNSEEN = {"max_load": "off", "max_latency": "off", "max_size": "off"}
 WORSE = {
     "P@1": (
         {"wrong": range(10, 50)},
@@ -36,8 +36,8 @@ WORSE = {
     # better on the whole, by labels with many training queries; worse on those with few
     "PSP@5": ({"wrong": range(40, 54)}, {**UNSEEN, "guarded": ["PSP@5"]}, {"PSP@5"}),
     "tail": ({"wrong": range(40, 54)}, {**UNSEEN, "guarded": ["tail/R@10"]}, {"tail/R@10"}),
-    "latency": ({"junk": 400_000}, {**UNSEEN, "max_latency_ratio": 1.5}, {"latency ratio"}),
-    "size": ({"padding": 2000}, {**UNSEEN, "max_size_ratio": 1.5}, {"size ratio"}),
+    "latency": ({"junk": 400_000}, {**UNSEEN, "max_latency": "1.5x"}, {"latency ratio"}),
+    "size": ({"padding": 2000}, {**UNSEEN, "max_size": "1.5x"}, {"size ratio"}),
 }
 
 

@@ -62,7 +62,7 @@ PARAMS: dict[str, Any] = {
     "warm": {"epochs": 4, "lr_scale": 1.0, "warmup_epochs": 0.25},
     "retrain": {"push": True, "commit": "tag"},
     # a machine that does other things as well: what a fresh process takes says nothing here
-    "gate": {"max_latency_ratio": 0.0, "max_load_ratio": 0.0},
+    "gate": {"max_latency": "off", "max_load": "off"},
     "drift": {},
     "serve": {},
     "tracking": {"experiment": "unidec", "model_name": "unidec"},

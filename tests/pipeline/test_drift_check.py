@@ -194,14 +194,12 @@ def test_data_that_grew_warns_and_data_that_shrank_stops(
     params = ingested(work, monkeypatch, make_slice(lf_debian, 400, 300), "shrunk")
     with pytest.raises(DataError, match=r"training queries: 9.. before, 3.. now") as caught:
         pipeline.data_change(params)
-    assert "data/change/index.html" in str(caught.value) and "drift.stop_change" in str(
-        caught.value
-    )
+    assert "data/change/index.html" in str(caught.value) and "drift.stop" in str(caught.value)
     stored = json.loads((paths.CHANGE / "drift.json").read_text())
     assert stored["stops"]
     assert "stops" in (paths.CHANGE / "index.html").read_text()
     allowed = pipeline.data_change(
-        params.model_copy(update={"drift": params.drift.model_copy(update={"stop_change": 5.0})})
+        params.model_copy(update={"drift": params.drift.model_copy(update={"stop": 5.0})})
     )
     assert allowed.stops == []
 

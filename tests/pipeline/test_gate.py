@@ -388,7 +388,7 @@ def test_slower_or_larger(registry, probe_times):
     probe_times |= {"p95_ms": {sha256: 5.0}, "p95_cpu_ms": {sha256: 5.0}}
     probe_times |= {"load_seconds": {sha256: 61.0}, "load_cpu_seconds": {sha256: 9.0}}
     result = pipeline.gate(
-        registry.params(max_latency_ms=4.0, max_megabytes=0.1, max_load_seconds=60.0)
+        registry.params(max_load="2x, 60 s", max_latency="2x, 4 ms", max_size="1.5x, 0.1 MB")
     )
     assert failed(result) == [
         "load time",
@@ -399,7 +399,7 @@ def test_slower_or_larger(registry, probe_times):
         "size ratio",
     ]
     assert "2.50 times the champion's" in registry.tags(version)["gate.reasons"]
-    off = {"max_load_ratio": 0.0, "max_latency_ratio": 0.0, "max_size_ratio": 0.0}
+    off = {"max_load": "off", "max_latency": "off", "max_size": "off"}
     assert (
         pipeline.gate(registry.params(**off)).passed
         and registry.tags(version)["gate.champion"] == champion

@@ -160,8 +160,7 @@ def test_encoders_by_folder(tmp_path, tiny_bert):
 def test_ranks_share_the_classifier_alone(data, tiny_params):
     alone, three = (measured(tiny_params(**{"run.devices": n}), *data).state for n in (1, 3))
     # the largest part: 134 of 400 labels
-    expected = 134 * 16 * 12
-    assert three.pop("classifier rows") == pytest.approx(expected, rel=0.01)
+    assert three.pop("classifier rows") == 134 * 16 * 12
     assert alone.pop("classifier rows") == 400 * 16 * 12
     assert alone == three
 
@@ -321,7 +320,7 @@ def test_logits_of_all_labels_are_not_counted_if_they_are_not_held(tiny_params):
         measure(tiny_params(**of_all, **{"loss.clf": loss}), sizes, gpu=True, half=False)
         for loss in ("bce", "ds")
     )
-    assert bce.step["heads and losses"] < 0.1 * softmax.step["heads and losses"]
+    assert bce.step["heads and losses"] < 0.03 * softmax.step["heads and losses"]
     assert bce.num_labels == softmax.num_labels == 1_000_000
 
 
@@ -335,6 +334,17 @@ def test_a_step_over_all_labels_grows_by_the_label(tiny_params, monkeypatch):
     assert of_few.state == whole.state and of_few.num_labels == whole.num_labels
     for part, size in whole.step.items():
         assert of_few.step[part] == pytest.approx(size, rel=0.02)
+
+
+def test_an_equal_step_is_measured_once(tiny_params, monkeypatch):
+    """Recomputing, and what only later stages read, do not change it."""
+    steps = []
+    step = memory_probe._Probe.step
+    monkeypatch.setattr(memory_probe._Probe, "step", lambda probe: steps.append(1) or step(probe))
+    sizes = Sizes.given(3001, 1001, 7)
+    for overrides in ({}, {"run.recompute": True}, {"index.kind": "flat"}, {"gate.margin": 1.0}):
+        measure(tiny_params(**overrides), sizes, gpu=False, half=False)
+    assert len(steps) == 1
 
 
 def test_chunks_and_recomputing_hold_less_of_a_transformer(data, tiny_params):
@@ -499,6 +509,13 @@ def test_the_training_here_fits(ingested):
     assert sizes.num_labels == 4497
 
 
+def test_a_label_graph_that_training_does_not_use_is_not_read(ingested, tmp_path, monkeypatch):
+    params = ingested.params()
+    num_pairs = stored_sizes(params).num_pairs
+    monkeypatch.setitem(paths.RELATIVE, "LABEL_GRAPH", tmp_path)
+    assert stored_sizes(params).num_pairs == num_pairs == paths.open_dataset().relevance.nnz
+
+
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_what_does_not_fit_is_refused_with_what_would(ingested, place):
     params = ingested.params(**{"pool.batch_size": 2048})
@@ -625,14 +642,10 @@ def test_the_shipped_recipes_fit_the_papers_card(recipe, tokens):
 
 
 @pytest.mark.parametrize(
-    "device", [8, *(pytest.param(gib, marks=pytest.mark.slow) for gib in (0.1, 3, 5, 12, 16))]
+    "device", [3, 8, *(pytest.param(gib, marks=pytest.mark.slow) for gib in (0.1, 5, 12, 16))]
 )
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        pytest.param(PAPER, id="1.3M"),
-        pytest.param(Sizes.given(20_000_000, 100_000, 16), id="20M", marks=pytest.mark.slow),
-    ],
+    "sizes", [PAPER, Sizes.given(20_000_000, 100_000, 16)], ids=["1.3M", "20M"]
 )
 def test_taking_the_advice_makes_it_fit(device, sizes):
     """The mildest single setting that is enough, else several."""

@@ -71,7 +71,7 @@ add_stage(
     "data_change",
     "Compare data/dataset with the champion's training data; exit code 3: a change beyond the "
     "limits.",
-    "--set drift.stop_change=1",
+    "--set drift.stop=1",
 )
 
 

@@ -48,6 +48,19 @@ MOVED = {
     "index.ivf_probes": "index.search: nprobe={}",
     "index.pq_dims": 'index.factory: "PQx4,dsub={0}" or "IVF,PQx4,dsub={0}"',
     "index.rescore": "index.search: k_factor_rf={}",
+    "gate.max_load_ratio": "gate.max_load: 2x",
+    "gate.max_load_seconds": "gate.max_load: 60 s",
+    "gate.max_latency_ratio": "gate.max_latency: 2x",
+    "gate.max_latency_ms": "gate.max_latency: 30 ms",
+    "gate.max_size_ratio": "gate.max_size: 1.5x",
+    "gate.max_megabytes": "gate.max_size: 900 MB",
+    "drift.warn_change": "drift.warn",
+    "drift.warn_distance": "drift.warn",
+    "drift.stop_change": "drift.stop",
+    "drift.stop_distance": "drift.stop",
+    "drift.warn_shift": "half of it as drift.warn",
+    "drift.warn_low_score": "drift.warn: the share may grow by one and a half times as much",
+    "drift.low_score_quantile": "remove it: a low top score is one below the 5 % quantile",
 } | {
     f"validation.{name}_severity": f'in one value with the share: validation.{name}: "0.01 warn"'
     for name in Validation.model_fields
@@ -382,7 +395,7 @@ def _no_such_key(key: str, value: Any, origin: dict[str, str]) -> str:
     """Text about an unknown key, with the valid key that was probably meant."""
     got = short(value)
     if key in MOVED:
-        fix = MOVED[key].format(value) if value else "remove it: it says nothing"
+        fix = MOVED[key].format(value) if value else "remove the key"
         return problem(key, "a key of an earlier version", got, None, origin, fix=fix)
     first, _, name = key.rpartition(".")
     section = _section(first or name)

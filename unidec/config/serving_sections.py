@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
@@ -18,7 +19,6 @@ from unidec.config.section import (
     Positive,
     Result,
     Section,
-    Share,
     key,
 )
 from unidec.errors import ConfigError
@@ -116,6 +116,34 @@ class Retrain(Section):
     )
 
 
+class Bound(NamedTuple):
+    """A limit of a time or a size, as a multiple of the champion's and by itself; 0: none."""
+
+    ratio: float
+    own: float
+
+
+def _in_unit(unit: str) -> BeforeValidator:
+    """Refuses a bound in another form than "2x", "30 <unit>", "2x, 30 <unit>" or "off"."""
+    number = r"\d+(\.\d+)?"
+    own = f"{number} {unit}"
+    form = re.compile(f"off|{number}x|({number}x, )?{own}")
+
+    def known(value: object) -> object:
+        if isinstance(value, str) and form.fullmatch(value):
+            return value
+        text = f'a multiple of the champion\'s, as in "2x", a limit, as in "30 {unit}", or both: '
+        text += f'"2x, 30 {unit}"; or off'
+        raise PydanticCustomError("bound", "{text}", {"text": text})
+
+    return BeforeValidator(known)
+
+
+LoadBound = Annotated[str, _in_unit("s")]
+LatencyBound = Annotated[str, _in_unit("ms")]
+SizeBound = Annotated[str, _in_unit("MB")]
+
+
 class Gate(Section):
     """Requirements that a challenger must meet to become champion, on the test split."""
 
@@ -130,26 +158,35 @@ class Gate(Section):
     guarded: list[Metric] = key(
         ["P@1", "PSP@5", "tail/R@10", "coverage@5"], "metrics to which gate.tolerance applies"
     )
-    max_latency_ms: NonNegative = key(
-        0.0, "maximum p95 latency of single queries, in a fresh process; 0: no limit"
+    max_load: LoadBound = key(
+        "2x",
+        "maximum time until a fresh process answers: processor time as a multiple of the "
+        "champion's (2x), seconds (60 s), both (2x, 60 s), or off",
     )
-    max_latency_ratio: NonNegative = key(
-        2.0, "maximum p95 processor time, relative to the champion's; 0: no limit"
+    max_latency: LatencyBound = key(
+        "2x",
+        "maximum p95 of single queries: processor time as a multiple of the champion's (2x), "
+        "latency (30 ms), both (2x, 30 ms), or off",
     )
-    max_megabytes: NonNegative = key(0.0, "maximum size of the bundle; 0: no limit")
-    max_size_ratio: NonNegative = key(
-        1.5, "maximum size of the bundle, as a multiple of the champion's; 0: no limit"
-    )
-    max_load_seconds: NonNegative = key(
-        0.0, "maximum time until a fresh process answers; 0: no limit"
-    )
-    max_load_ratio: NonNegative = key(
-        2.0, "maximum processor time to load, relative to the champion's; 0: no limit"
+    max_size: SizeBound = key(
+        "1.5x",
+        "maximum size of the bundle: as a multiple of the champion's (1.5x), on disk (900 MB), "
+        "both (1.5x, 900 MB), or off",
     )
     probes: Count = key(64, "number of queries that a fresh process must answer")
     allow_dirty: bool = key(
         False, "also promote versions of which git does not say that all changes were committed"
     )
+
+    def bound(self, name: str) -> Bound:
+        """The bound of one of the keys `max_...`."""
+        ratio = own = 0.0
+        for part in getattr(self, name).split(", "):
+            if part.endswith("x"):
+                ratio = float(part.removesuffix("x"))
+            elif part != "off":
+                own = float(part.partition(" ")[0])
+        return Bound(ratio, own)
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.confidence > 0 and "coverage@" in self.metric:
@@ -165,24 +202,12 @@ class Drift(Section):
     trained on.
     """
 
-    warn_change: NonNegative = key(
-        0.1, "relative change of a count, a length or a share that triggers a warning"
+    warn: NonNegative = key(
+        0.1,
+        "largest change without a warning: relative, of a count, a length or a share; the "
+        "Jensen-Shannon distance of two distributions",
     )
-    stop_change: NonNegative = key(0.5, "relative change that stops a retraining")
-    warn_distance: Share = key(
-        0.1, "Jensen-Shannon distance between two distributions that triggers a warning"
-    )
-    stop_distance: Share = key(0.5, "Jensen-Shannon distance that stops a retraining")
-    warn_shift: NonNegative = key(
-        0.2, "shift of a window's mean embedding that warns, in deviations of single queries"
-    )
-    warn_low_score: Share = key(
-        0.2, "share of a window's queries with a low top score that triggers a warning"
-    )
-    low_score_quantile: Annotated[float, Field(gt=0, lt=1)] = key(
-        0.05,
-        "a top score is low if it is below this quantile of the validation queries' top scores",
-    )
+    stop: NonNegative = key(0.5, "largest such change that does not stop a retraining")
     min_window: Count = key(
         200, "minimum number of queries in a window; smaller windows are not checked"
     )

@@ -12,7 +12,7 @@ Shape legend: N queries, D width of the embeddings, B bins, R draws.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -38,6 +38,10 @@ TOKENS_TOGETHER = 2
 # smaller shares may grow by as much as a share of this size: doubling a tiny share is harmless
 SHARE_FLOOR = 0.1
 SCORE_BINS = 20
+LOW_SCORE = 0.05  # a top score is low if it is below this quantile of the reference
+# of `drift.warn`: shift of the mean embedding, and growth of the share of low top scores
+SHIFTS = 2.0
+LOW_SCORES = 1.5
 _QUANTILES = np.linspace(0, 1, 101)
 NO_LIMIT: Bounds = (None, None)
 _FORMATS = {
@@ -212,9 +216,8 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift) -> li
             (a share).
     """
     whole = "rows" in new
-    change: Levels = (limits.warn_change, limits.stop_change if whole else None)
-    distance: Levels = (limits.warn_distance, limits.stop_distance if whole else None)
-    checks = _data_set_checks(old, new, change) if whole else []
+    levels: Levels = (limits.warn, limits.stop if whole else None)
+    checks = _data_set_checks(old, new, levels) if whole else []
     for side in ("queries", "labels") if whole else ("queries",):
         prefix = f"{side}_" if whole else ""
         for what, part, together in _HISTOGRAMS:
@@ -223,19 +226,19 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift) -> li
                 f"distribution of the {what} of {side}",
                 old[side][what][part],
                 new[side][what][part],
-                distance,
+                levels,
                 together=together,
             )
             checks.append(check)
     if old["held_out"] and new["held_out"]:
-        checks += _shares(_STRANGE, old["held_out"], new["held_out"], change)
+        checks += _shares(_STRANGE, old["held_out"], new["held_out"], levels)
     if old.get("served") and new.get("served"):
-        checks += _served_checks(old["served"], new["served"], limits)
+        checks += _served_checks(old["served"], new["served"], limits.warn)
     if not_judged(new.get("count"), limits):
         checks = [replace(check, judged=False) for check in checks]
     if "unknown_labels" in new:
         judged = not not_judged(new.get("labelled"), limits)
-        for check in _label_checks(old["metrics"], new, change):
+        for check in _label_checks(old["metrics"], new, levels):
             checks.append(replace(check, judged=judged))
     return sorted(checks, key=lambda check: STATES.index(check.state))
 
@@ -299,7 +302,7 @@ def _data_set_checks(old: Mapping[str, Any], new: Mapping[str, Any], change: Lev
     return checks + _shares(cut, old["queries"], new["queries"], change)
 
 
-def _served_checks(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift) -> list[Check]:
+def _served_checks(old: Mapping[str, Any], new: Mapping[str, Any], warn: float) -> list[Check]:
     """Checks of the embeddings and of the best labels' scores (`served_facts` of both sides)."""
     sizes = (old["count"], new["count"])
     std_D = np.asarray(old["std"])
@@ -313,8 +316,7 @@ def _served_checks(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift
         shift = float(np.sqrt(np.mean(shifts**2)))
     variance = max((std_D**2).sum(), 1e-300)
     spread = float((new_std_D**2).sum() / variance)
-    low = limits.low_score_quantile
-    below = float(np.interp(low, _QUANTILES, old["score_quantiles"]))
+    below = float(np.interp(LOW_SCORE, _QUANTILES, old["score_quantiles"]))
     is_low = np.asarray(new["score_quantiles"]) < below
     share = float(is_low.mean())
     name = f"queries with a top score below {below:.3f}"
@@ -324,7 +326,7 @@ def _served_checks(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift
             name="shift of the mean embedding",
             unit="shift",
             new=shift,
-            levels=(limits.warn_shift, None),
+            levels=(SHIFTS * warn, None),
             noise=_noise(1.0, *sizes),
         ),
         _band(
@@ -333,7 +335,7 @@ def _served_checks(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift
             unit="mean",
             old=1.0,
             new=spread,
-            levels=(limits.warn_change, None),
+            levels=(warn, None),
             noise=_noise(2.0, *sizes),
         ),
         _distance(
@@ -341,16 +343,16 @@ def _served_checks(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift
             name="distribution of the top score",
             old_B=old["score_histogram"],
             new_B=new["score_histogram"],
-            levels=(limits.warn_distance, None),
+            levels=(warn, None),
         ),
         _growth(
             key="low_score",
             name=name,
             unit="share",
-            old=low,
+            old=LOW_SCORE,
             new=share,
-            levels=(limits.warn_low_score - low, None),
-            noise=_noise(low * (1 - low), *sizes),
+            levels=(LOW_SCORES * warn, None),
+            noise=_noise(LOW_SCORE * (1 - LOW_SCORE), *sizes),
         ),
     ]
 
@@ -361,25 +363,15 @@ def _band(
     """A figure that may change by a share of its old value in both directions (a metric may rise
     without limit); an old value of 0 sets no limit.
     """
-    bounds = []
-    for level in levels:
-        if level is None or not old:
-            bounds.append(NO_LIMIT)
-            continue
+
+    def bounds(level: float) -> Bounds:
+        if not old:
+            return NO_LIMIT
         change = max(level * old, noise)
         highest = None if unit == "metric" else old + change
-        bounds.append((max(0.0, old - change), highest))
-    warn, stop = bounds
-    return Check(
-        key=key,
-        name=name,
-        unit=unit,
-        old=old,
-        new=new,
-        warn=warn,
-        stop=stop,
-        noise=noise or None,
-    )
+        return max(0.0, old - change), highest
+
+    return _limited(bounds, levels, noise, key=key, name=name, unit=unit, old=old, new=new)
 
 
 def _growth(
@@ -395,23 +387,23 @@ def _growth(
     """A figure that may grow by the levels, or by what chance explains if that is more. A share
     cannot exceed 1, so a higher limit is none.
     """
-    bounds: list[Bounds] = []
-    for level in levels:
-        highest = None if level is None else (old or 0.0) + max(level, noise)
-        if unit == "share" and highest is not None and highest >= 1:
-            highest = None
-        bounds.append((None, highest))
-    warn, stop = bounds
-    return Check(
-        key=key,
-        name=name,
-        unit=unit,
-        old=old,
-        new=new,
-        warn=warn,
-        stop=stop,
-        noise=noise or None,
-    )
+
+    def bounds(level: float) -> Bounds:
+        highest = (old or 0.0) + max(level, noise)
+        is_any = unit == "share" and highest >= 1
+        return None, None if is_any else highest
+
+    return _limited(bounds, levels, noise, key=key, name=name, unit=unit, old=old, new=new)
+
+
+def _limited(
+    bounds: Callable[[float], Bounds], levels: Levels, noise: float, **figure: Any
+) -> Check:
+    """The check of a figure; `bounds`: of a level, which is no limit where it is None."""
+    level, stop_level = levels
+    warn = bounds(level)
+    stop = NO_LIMIT if stop_level is None else bounds(stop_level)
+    return Check(**figure, warn=warn, stop=stop, noise=noise or None)
 
 
 def _shares(

@@ -155,8 +155,7 @@ def data_change(params: Params) -> DataChange:
             "the data changed beyond the limits",
             where=page,
             got="; ".join(stops),
-            fix="correct the source; or, if this is what the data is now, raise drift.stop_change "
-            "or drift.stop_distance",
+            fix="correct the source; or, if this is what the data is now, raise drift.stop",
         )
     docs = str(paths.CHANGE / "docs" / "index.html") if checks else ""
     return DataChange(beside.accepted, beside.reason, stops, warnings, page, docs)

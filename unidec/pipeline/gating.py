@@ -328,7 +328,7 @@ def servability(
         no measurements if the challenger cannot be served; none of the champion if it cannot.
     """
     probes: dict[str, Probe] = {}
-    timeout = max(_TIMEOUT, 2 * rules.max_load_seconds) + len(texts)
+    timeout = max(_TIMEOUT, 2 * rules.bound("max_load").own) + len(texts)
     for _ in range(_MEASUREMENTS):
         for name, folder in folders.items():
             try:
@@ -355,20 +355,21 @@ def resource_checks(probes: Mapping[str, Probe], rules: Gate) -> list[Check]:
     """
     probe = probes["challenger"]
     champion = probes.get("champion")
+    load, latency, size = map(rules.bound, ("max_load", "max_latency", "max_size"))
     checks = []
     for name, key, limit, unit in (
-        ("load time", "load_seconds", rules.max_load_seconds, "s from start to the first answer"),
-        ("latency", "p95_ms", rules.max_latency_ms, "ms, p95 of single queries"),
-        ("size", "megabytes", rules.max_megabytes, "MB on disk"),
+        ("load time", "load_seconds", load.own, "s from start to the first answer"),
+        ("latency", "p95_ms", latency.own, "ms, p95 of single queries"),
+        ("size", "megabytes", size.own, "MB on disk"),
     ):
         got = getattr(probe, key)
         if limit:
             words = f"{got:.3g} {unit}, at most {limit:g}"
             checks.append(Check(name, got <= limit, got, limit, words))
     for name, key, limit, unit in (
-        ("load", "load_cpu_seconds", rules.max_load_ratio, "s of processor time to an answer"),
-        ("latency", "p95_cpu_ms", rules.max_latency_ratio, "ms of processor time, p95 of a query"),
-        ("size", "megabytes", rules.max_size_ratio, "MB"),
+        ("load", "load_cpu_seconds", load.ratio, "s of processor time to an answer"),
+        ("latency", "p95_cpu_ms", latency.ratio, "ms of processor time, p95 of a query"),
+        ("size", "megabytes", size.ratio, "MB"),
     ):
         before = getattr(champion, key) if champion else 0.0
         if limit and before:

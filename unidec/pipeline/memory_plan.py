@@ -22,10 +22,11 @@ import torch
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from unidec.config import Params, with_settings
+from unidec.data.tokens import TokenCache
 from unidec.errors import ConfigError
 from unidec.machine import available_disk, available_host
 from unidec.pipeline import paths
-from unidec.pipeline.memory_probe import STATE, Measured, Sizes, measure, num_rows
+from unidec.pipeline.memory_probe import ROWS, STATE, Measured, Sizes, measure, num_rows
 from unidec.pipeline.start import effective
 from unidec.training.precision import autocast_type, choose_device
 from unidec.training.sampler import draws_pools
@@ -80,6 +81,12 @@ class Amount:
     num_bytes: int
     phase: Phase = "always"
 
+    @property
+    def line(self) -> str:
+        """As printed."""
+        size = gib(self.num_bytes)
+        return f"  {self.name:<32}{size:>12}"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -97,12 +104,16 @@ class Plan:
     free: Free
     advice: Settings | None = None
 
+    def held(self, place: Place, phase: Phase) -> list[Amount]:
+        """What is held at a place in a phase, the largest amounts first."""
+        phases = ("always", phase)
+        here = [a for a in self.amounts if a.place == place and a.phase in phases]
+        return sorted(here, key=operator.attrgetter("num_bytes"), reverse=True)
+
     def needed(self, place: Place) -> dict[Phase, int]:
         """Bytes at a place in each phase, including what is held all the time."""
-        here = [amount for amount in self.amounts if amount.place == place]
         return {
-            phase: sum(a.num_bytes for a in here if a.phase in ("always", phase))
-            for phase in PHASES
+            phase: sum(amount.num_bytes for amount in self.held(place, phase)) for phase in PHASES
         }
 
     def peak(self, place: Place) -> tuple[Phase, int]:
@@ -119,21 +130,22 @@ class Plan:
     @property
     def shortages(self) -> dict[Place, float]:
         """Places where the training does not fit: needed memory divided by free memory."""
-        return {
-            place: self.peak(place)[1] / max(size, 1)
-            for place, size in self.free.items()
-            if size is not None and self.peak(place)[1] > (1 - MARGIN) * size
-        }
+        shortages = {}
+        for place, free in self.free.items():
+            _, needed = self.peak(place)
+            if free is not None and needed > (1 - MARGIN) * free:
+                shortages[place] = needed / max(free, 1)
+        return shortages
 
     @property
     def short(self) -> list[str]:
         """A line for each place where the training does not fit."""
         lines = []
         for place in self.shortages:
-            phase, size = self.peak(place)
-            needed = gib(size)
+            phase, needed = self.peak(place)
             free = gib(self.free[place] or 0)
-            lines.append(f"{PLACES[place]}: {needed} needed, {free} free ({PHASES[phase]})")
+            size = f"{gib(needed)} needed, {free} free"
+            lines.append(f"{PLACES[place]}: {size} ({PHASES[phase]})")
         return lines
 
     @property
@@ -141,14 +153,15 @@ class Plan:
         """How much is missing where: "1.20 GiB more disk space"."""
         parts = []
         for place in self.shortages:
-            needed = self.peak(place)[1] / (1 - MARGIN)
-            free = self.free[place] or 0
-            parts.append(f"{gib(needed - free)} more {SPACE[place]}")
+            _, needed = self.peak(place)
+            more = needed / (1 - MARGIN) - (self.free[place] or 0)
+            parts.append(f"{gib(more)} more {SPACE[place]}")
         return " and ".join(parts)
 
     def settings(self, form: str) -> list[str]:
         """The settings of `advice` in this form, such as "--set {}={}"."""
-        return [form.format(key, str(value).lower()) for key, value in (self.advice or {}).items()]
+        advice = self.advice or {}
+        return [form.format(key, str(value).lower()) for key, value in advice.items()]
 
     def as_dict(self) -> dict[str, object]:
         """The plan for JSON; the peak of a place is its phase and bytes."""
@@ -170,29 +183,30 @@ class Plan:
         """The plan as printed: the largest amounts of each place, whether it fits, and settings
         that would; a single line if little memory is needed.
         """
-        lines = [f"largest step: {self.step}"]
         heads = []
+        lines = [f"largest step: {self.step}"]
         is_small = True
         for place, name in PLACES.items():
             phase, needed = self.peak(place)
             if not needed:
                 continue
             free = self.free.get(place) or 0
-            is_small = is_small and needed <= SMALL * free
-            size = gib(needed) + (f" of {gib(free)} free" if free else "")
+            is_small &= needed <= SMALL * free
+            size = gib(needed)
+            if free:
+                size += f" of {gib(free)} free"
             heads.append(f"{name} {size}")
             lines.append(f"{name}: {size}, {PHASES[phase]}")
-            held = [a for a in self.amounts if a.place == place and a.phase in ("always", phase)]
-            held.sort(key=lambda amount: -amount.num_bytes)
-            for amount in held[:5]:
-                size = gib(amount.num_bytes)
-                lines.append(f"  {amount.name:<32}{size:>12}")
+            largest = self.held(place, phase)[:5]
+            lines += [amount.line for amount in largest]
         if is_small:
             return [f"fits: {', '.join(heads)} (--json: all amounts)"]
         if not self.short:
             return [*lines, "fits"]
-        fix = " ".join(self.settings("--set {}={}")) or f"{self.missing}: no known setting fits"
-        return [*lines, f"does not fit: {'; '.join(self.short)}", f"fix: {fix}"]
+        fix = " ".join(self.settings("--set {}={}"))
+        lines.append(f"does not fit: {'; '.join(self.short)}")
+        lines.append(f"fix: {fix or f'{self.missing}: no known setting fits'}")
+        return lines
 
 
 def gib(num_bytes: float) -> str:
@@ -201,20 +215,18 @@ def gib(num_bytes: float) -> str:
     return f"{mib / 1024:,.2f} GiB" if mib >= 102.4 else f"{mib:,.2f} MiB"
 
 
-def _state(params: Params, measured: Measured) -> Iterable[Amount]:
-    """What is held from step to step, exact to the byte."""
+def _state_and_step(
+    params: Params, sizes: Sizes, measured: Measured, gpu: bool
+) -> Iterable[Amount]:
+    """What is held from step to step, exact to the byte, and what a step allocates and frees."""
+    place = params.run.table_place
     for name, num_bytes in measured.state.items():
-        is_table = name == "classifier rows"
-        yield Amount(name, params.run.table_place if is_table else "device", num_bytes)
-
-
-def _step(params: Params, measured: Measured, num_labels: int, gpu: bool) -> Iterable[Amount]:
-    """What a step allocates and frees."""
+        yield Amount(name, place if name == ROWS else "device", num_bytes)
     for name, num_bytes in measured.step.items():
         yield Amount(name, "device", num_bytes, "step")
-    if gpu and params.run.table_place != "device":
-        row_bytes = measured.state["classifier rows"] * params.run.devices / num_labels
-        rows = math.ceil(_ROW_SETS * measured.num_labels * row_bytes)
+    if gpu and place != "device":
+        all_rows = measured.state[ROWS] * params.run.devices
+        rows = math.ceil(_ROW_SETS * all_rows * measured.num_labels / sizes.num_labels)
         yield Amount("classifier rows of a step", "device", rows, "step")
         yield Amount("classifier rows in flight", "host", rows, "step")
 
@@ -240,15 +252,12 @@ def _refresh(params: Params, sizes: Sizes, width: int, gpu: bool) -> Iterable[Am
     dim = params.model.dim
     rows = num_rows(params, sizes)
     labels = sizes.num_labels if shortlist else 0
-    vectors = (rows + labels) * dim
-    encoded = min(rows + labels, 2 * _BLOCK) * (width + dim)
-    sampled = 3 * min(rows, _POINTS[gpu])
-    clustered = max(rows // 2, sampled) * dim + 12 * rows
-    mined = 512 * min(labels, _BLOCK)
-    if gpu:
-        clustered += rows * dim
-        mined += vectors
-    yield Amount("query and label vectors", "host", FP32 * (vectors + encoded), "refresh")
+    texts = rows + labels
+    encoded = min(texts, 2 * _BLOCK) * (width + dim)
+    copied = max(rows // 2, 3 * min(rows, _POINTS[gpu]))
+    clustered = (copied + gpu * rows) * dim + 12 * rows
+    mined = 512 * min(labels, _BLOCK) + gpu * texts * dim
+    yield Amount("query and label vectors", "host", FP32 * (texts * dim + encoded), "refresh")
     yield Amount("clustering, mining", "device", FP32 * max(clustered, mined), "refresh")
     yield Amount("hard negatives", "host", shortlist, "refresh")
 
@@ -264,8 +273,8 @@ def _index(params: Params, sizes: Sizes, measured: Measured) -> Iterable[Amount]
     heads = 2 if model.heads == "both" else 1
     vectors = FP32 * labels * heads * (model.dim + model.clf_bias)
     names = math.ceil(labels * (_NAME_BYTES + 8 * sizes.label_tokens[0]))
-    weights = sum(measured.state.values())
-    weights += measured.state["classifier rows"] * (params.run.devices - 1)
+    other_ranks = measured.state[ROWS] * (params.run.devices - 1)
+    weights = sum(measured.state.values()) + other_ranks
     block = FP32 * _BLOCK * (512 + measured.width + model.dim)
     yield Amount("sampler", "host", 4 * INT64 * (texts + rows))
     in_memory = 4 * vectors + 2 * names + block
@@ -287,7 +296,9 @@ def advise(params: Params, plan_of: Callable[[Params], Plan]) -> Settings | None
 
     def missing(settings: Settings) -> float:
         changed = with_settings(params, settings)
-        return math.inf if changed is None else sum(plan_of(changed).shortages.values())
+        if changed is None:
+            return math.inf
+        return sum(plan_of(changed).shortages.values())
 
     now = missing({})
     helpful: list[Settings] = []
@@ -297,10 +308,10 @@ def advise(params: Params, plan_of: Callable[[Params], Plan]) -> Settings | None
             return remedy
         if shortage < now:
             helpful.append(remedy)
-    for remedy in itertools.accumulate(helpful, operator.or_):
-        if not missing(remedy):
-            return remedy
-    return None
+    combined = list(itertools.accumulate(helpful, operator.or_))
+    if not combined or missing(combined[-1]):
+        return None
+    return next(settings for settings in combined if not missing(settings))
 
 
 def _smaller_batches(params: Params) -> Iterable[Settings]:
@@ -327,27 +338,24 @@ def plan_memory(
         training_only: omit the index, which can be built on another machine.
     """
     sizes = sizes or stored_sizes(params)
-    process = int(psutil.Process().memory_info().rss)
+    available = dict[Place, int | None](free or {})
     gpu = True
     half = params.optim.precision != "fp32"
-    available = dict[Place, int | None](free or {})
+    process = int(psutil.Process().memory_info().rss)
     if "device" not in available:
         device = choose_device(params.device)
         gpu = device.type == "cuda"
         half = autocast_type(params.optim.precision, device) is not None
-        available = {
-            "host": available_host() + process,
-            "disk": available_disk(paths.RUNS),
-            **available,
-        }
+        available.setdefault("host", available_host() + process)
+        available.setdefault("disk", available_disk(paths.RUNS))
         if gpu:
-            available["device"] = int(torch.cuda.mem_get_info()[0]) + torch.cuda.memory_reserved()
+            unused, _ = torch.cuda.mem_get_info()
+            available["device"] = int(unused) + torch.cuda.memory_reserved()
 
     def plan_of(other: Params) -> Plan:
         measured = measure(other, sizes, gpu=gpu, half=half)
         amounts = [
-            *_state(other, measured),
-            *_step(other, measured, sizes.num_labels, gpu),
+            *_state_and_step(other, sizes, measured, gpu),
             *_refresh(other, sizes, measured.width, gpu),
             *_index(other, sizes, measured),
             Amount("process", "host", process),
@@ -368,10 +376,9 @@ def plan_memory(
 
 def _of_all_ranks(amount: Amount, ranks: int, gpu: bool) -> Amount:
     """All ranks are processes of one machine, with a GPU each, or on its CPU."""
-    place = "host" if amount.place == "device" and not gpu else amount.place
-    return replace(
-        amount, place=place, num_bytes=amount.num_bytes * (ranks if place == "host" else 1)
-    )
+    if amount.place == "disk" or (amount.place == "device" and gpu):
+        return amount
+    return replace(amount, place="host", num_bytes=amount.num_bytes * ranks)
 
 
 def stored_sizes(params: Params) -> Sizes:
@@ -380,17 +387,24 @@ def stored_sizes(params: Params) -> Sizes:
     queries = paths.open_tokens("queries")
     labels = paths.open_tokens("labels")
     graph = paths.open_label_graph(params) if paths.LABEL_GRAPH.is_dir() else None
-    lengths = [tokens.lengths() for tokens in (queries, labels)]
-    of_queries, of_labels = ((float(of.mean()), int(of.max())) for of in lengths)
+    num_pairs = int(dataset.relevance.nnz)
+    if graph is not None:
+        num_pairs += int(graph.nnz)
     return Sizes(
         num_queries=dataset.num_queries,
         num_train=len(dataset.rows("train")),
         num_labels=dataset.num_labels,
-        num_pairs=int(dataset.relevance.nnz) + (0 if graph is None else int(graph.nnz)),
-        query_tokens=of_queries,
-        label_tokens=of_labels,
+        num_pairs=num_pairs,
+        query_tokens=_mean_and_most(queries),
+        label_tokens=_mean_and_most(labels),
         vocab_size=queries.vocab_size,
     )
+
+
+def _mean_and_most(tokens: TokenCache) -> tuple[float, int]:
+    """Tokens of a text."""
+    lengths = tokens.lengths()
+    return float(lengths.mean()), int(lengths.max())
 
 
 def check_fits(params: Params, free: Free | None = None) -> None:
@@ -403,12 +417,14 @@ def check_fits(params: Params, free: Free | None = None) -> None:
     folders = (paths.CACHE, paths.MODEL, paths.BUNDLE, paths.RUNS)
     files = [file for folder in folders for file in folder.rglob("*") if file.is_file()]
     reusable = sum(file.stat().st_size for file in files)
-    disk = available_disk(paths.RUNS) + reusable
-    plan = plan_memory(params, None, {"disk": disk, **(free or {})}, training_only=True)
+    known: Free = {"disk": available_disk(paths.RUNS) + reusable}
+    plan = plan_memory(params, free={**known, **(free or {})}, training_only=True)
     if not plan.short:
         return
     lacking = " and ".join(SPACE[place] for place in plan.shortages)
-    advice = " or ".join(filter(None, [plan.missing, ", ".join(plan.settings("{}: {}"))]))
+    advice = plan.missing
+    if plan.advice:
+        advice += f" or {', '.join(plan.settings('{}: {}'))}"
     raise ConfigError(
         f"the training does not fit: too little {lacking}",
         where=str(paths.RUNS.absolute()),

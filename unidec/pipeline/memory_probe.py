@@ -1,6 +1,6 @@
 """Measures the memory of a training and of its largest step, without their memory and work: model,
-batch, losses and optimisers are the real ones, on tensors without values whose bytes are counted.
-Of a transformer two chunks of texts are measured; the others need as much by the token.
+batch, losses and row optimisers are the real ones, on tensors without values whose bytes are
+counted. Of a transformer two chunks of texts are measured; the others need as much by the token.
 
 Legend: B queries of a batch, L labels, W width of the encoder, C texts of a chunk, T tokens.
 """
@@ -13,7 +13,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -33,7 +33,6 @@ from unidec.methods.label_clusters import LABEL_CLUSTER
 from unidec.methods.simcse import texts_as_labels
 from unidec.model.batch import TextChunks
 from unidec.model.encoder import (
-    EncoderInput,
     TextEncoder,
     TransformerEncoder,
     transformer_options,
@@ -58,17 +57,32 @@ from unidec.training.sampler import (
 )
 
 CPU = torch.device("cpu")
+NO_MEMORY = FakeTensorMode(allow_non_fake_inputs=True)
 # encoders that can be planned for without their files
 KNOWN = {
     "distilbert-base-uncased": "distilbert",
     "msmarco-distilbert-base-v4": "distilbert",
     "bert-base-uncased": "bert",
 }
-STATE = ("encoder and heads", "token table", "classifier rows")
+DENSE = "encoder and heads"
+TOKENS = "token table"
+ROWS = "classifier rows"
+STATE = (DENSE, TOKENS, ROWS)
+# what a step depends on, but for the number of its activations that are held together
+DECISIVE: dict[str, Any] = {
+    "encoder": True,
+    "model": True,
+    "pool": True,
+    "loss": True,
+    "optim": True,
+    "label_graph": True,
+    "tokens": {"max_length"},
+    "run": {"devices", "table_place"},
+}
 # a step over all labels is probed with at most so many of them: what it needs grows by the label
 MOST_TEXTS = 1 << 12
 MOST_LABELS = 1 << 17
-_TEXTS = 1 << 12  # different texts
+_TEXTS = 4093  # different texts; a prime, so that texts at any distance are different ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,22 +163,23 @@ class _Repeated(TokenCache):
     """
 
     def __init__(self, count: int, tokens: tuple[float, int], most: int, vocab_size: int) -> None:
-        mean = min(tokens[0], most)
         longest = min(tokens[1], most)
-        share = (mean - 1) / max(longest - 1, 1)
-        is_long = np.random.default_rng(0).permutation(_TEXTS) < math.ceil(share * _TEXTS)
-        offsets = np.cumsum([0, *np.where(is_long, longest, 1)])
-        super().__init__(np.arange(offsets[-1]) % vocab_size, offsets, vocab_size, 0, longest)
+        share = (min(tokens[0], most) - 1) / max(longest - 1, 1)
+        shuffled = np.random.default_rng(0).permutation(_TEXTS)
+        lengths = np.where(shuffled < share * _TEXTS, longest, 1)
+        offsets = np.cumsum([0, *lengths])
+        ids = np.arange(offsets[-1]) % vocab_size
+        super().__init__(ids, offsets, vocab_size, 0, longest)
         self.count = count
 
     def __len__(self) -> int:
         return self.count
 
     def lengths(self, rows: Any = None) -> Any:
-        return super().lengths(np.asarray(rows) % _TEXTS)
+        return super().lengths(rows % _TEXTS)
 
     def places(self, rows: Any) -> Any:
-        return super().places(np.asarray(rows) % _TEXTS)
+        return super().places(rows % _TEXTS)
 
 
 class _Builder(InputBuilder):
@@ -207,49 +222,46 @@ class _Chunk:
     held once for all chunks (casts of weights); allocated in its backward pass (gradients).
     """
 
-    each_token: float
-    once: int
-    backward: int
+    each_token: float = 0.0
+    once: int = 0
+    backward: int = 0
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache
 def _measure_chunk(
-    name: str, trainable_layers: int, shape: tuple[int, int], gpu: bool, half: bool
+    name: str, trainable_layers: int, shape: tuple[int, ...], gpu: bool, half: bool
 ) -> _Chunk:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(FakeTensorMode())
-        if gpu:
-            stack.enter_context(AsOnGPU())
-        encoder = TransformerEncoder(_transformer(name, gpu), "mean", trainable_layers).train()
+    if trainable_layers == 0:
+        return _Chunk()
+    as_there = AsOnGPU() if gpu else contextlib.nullcontext()
+    transformer = _transformer(name, gpu)
+    with NO_MEMORY, as_there, LiveBytes() as live:
+        encoder = TransformerEncoder(transformer, "mean", trainable_layers).train()
         ids_CT = torch.zeros(shape, dtype=torch.int64)
-        live = stack.enter_context(LiveBytes())
-        with _autocast(half):
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
             first = encoder(ids_CT, ids_CT == 0)
             of_first = live.now
             second = encoder(ids_CT, ids_CT == 0)
-        held = live.now
-        live.peak = held
-        if trainable_layers:
-            torch.autograd.backward(second.sum())
-        peak = live.peak
+        held = live.peak = live.now
+        torch.autograd.backward(second.sum())
+        backward = live.peak - held
+        encoder.zero_grad()
         del first
     each = held - of_first
-    return _Chunk(each / ids_CT.numel(), max(of_first - each, 0), peak - held)
+    return _Chunk(each / math.prod(shape), max(of_first - each, 0), backward)
 
 
+@functools.cache
 def _transformer(name: str, gpu: bool) -> torch.nn.Module:
+    """A transformer without values."""
     from transformers import AutoModel
 
     config = encoder_config(name)
     options = transformer_options(config)
     if gpu and AutoModel._model_mapping[type(config)]._supports_sdpa:
         options["attn_implementation"] = "sdpa"
-    return AutoModel.from_config(config, dtype=torch.float32, **options)
-
-
-def _autocast(half: bool) -> contextlib.AbstractContextManager[Any]:
-    """The context in which steps compute."""
-    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=half)
+    with NO_MEMORY:
+        return AutoModel.from_config(config, dtype=torch.float32, **options)
 
 
 def num_rows(params: Params, sizes: Sizes) -> int:
@@ -267,17 +279,34 @@ def measure(params: Params, sizes: Sizes, *, gpu: bool, half: bool) -> Measured:
     Raises:
         ConfigError: more layers to train than the encoder has.
     """
-    few = _fewer_labels(params, sizes.num_labels)
-    probe = _Probe(params, sizes, sizes.num_labels, gpu=gpu, half=half)
-    if few == sizes.num_labels:
-        return probe.step()
-    found = _Probe(params, sizes, few, gpu=gpu, half=half).step()
-    with_half = _Probe(params, sizes, few // 2, gpu=gpu, half=half).step()
-    times = (sizes.num_labels - few) / (few // 2)  # what the other half of them adds
-    step = {}
-    for part, size in found.step.items():
-        step[part] = math.ceil(size + times * max(size - with_half.step[part], 0))
-    return replace(found, state=probe.state(), step=step, num_labels=sizes.num_labels)
+    num_labels = sizes.num_labels
+    whole = _Probe(params, sizes, num_labels, gpu=gpu, half=half)
+    decisive = params.model_dump_json(include=DECISIVE)
+    probe = functools.partial(_largest_step, decisive, sizes, gpu=gpu, half=half)
+    few = _fewer_labels(params, num_labels)
+    step = probe(few)
+    heads = step.heads
+    tokens = step.tokens
+    if few < num_labels:
+        half_step = probe(few // 2)
+        times = (num_labels - few) / (few // 2)  # what the other half of them adds
+        heads += math.ceil(times * max(heads - half_step.heads, 0))
+        tokens += math.ceil(times * max(tokens - half_step.tokens, 0))
+    if params.run.recompute:
+        tokens = math.prod(step.chunk)
+    transformer = 0
+    if tokens:
+        encoder = params.encoder
+        chunk = _measure_chunk(encoder.name, encoder.trainable_layers, step.chunk, gpu, half)
+        held = math.ceil(tokens * chunk.each_token)
+        transformer = held + chunk.once + chunk.backward
+    return Measured(
+        state=whole.state(),
+        step={"transformer": transformer, "heads and losses": heads},
+        num_queries=whole.num_batch,
+        num_labels=step.num_labels if few == num_labels else num_labels,
+        width=whole.model.encoder.width,
+    )
 
 
 def _fewer_labels(params: Params, num_labels: int) -> int:
@@ -286,6 +315,29 @@ def _fewer_labels(params: Params, num_labels: int) -> int:
         return num_labels
     encodes_all = encoded_labels(params.model, params.pool, params.model.clf_residual) == "all"
     return min(num_labels, MOST_TEXTS if encodes_all else MOST_LABELS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """A largest step.
+
+    Attributes:
+        heads: bytes of all but the transformer. num_labels: in a pool.
+        tokens: those, with padding, whose activations the transformer keeps at the same time.
+        chunk: [C, T] of the largest chunk.
+    """
+
+    heads: int
+    num_labels: int
+    tokens: int
+    chunk: tuple[int, ...]
+
+
+@functools.cache
+def _largest_step(decisive: str, sizes: Sizes, num_labels: int, *, gpu: bool, half: bool) -> _Step:
+    """The step of the parameters of this JSON: equal ones are measured once."""
+    params = Params.model_validate_json(decisive)
+    return _Probe(params, sizes, num_labels, gpu=gpu, half=half).step()
 
 
 class _Probe:
@@ -300,17 +352,20 @@ class _Probe:
         rows = num_rows(params, sizes)
         self.num_batch = min(queries_a_batch(params.pool, rows), rows)
         # labels of the batch's queries, and its hard negatives
-        self.num_used = self.num_batch * (sizes.labels_a_query + params.pool.eta)
-        self.num_used = min(self.num_used, num_labels)
+        num_used = self.num_batch * (sizes.labels_a_query + params.pool.eta)
+        self.num_used = min(num_used, num_labels)
+        self.spacing = num_labels // self.num_used  # so that each rank has some of them
         self.gpu = gpu
-        self.half = half
-        self.ranks = _OneOf(world=params.run.devices)
-        self._autocast = functools.partial(_autocast, half)
-        self.no_memory = FakeTensorMode(allow_non_fake_inputs=True)
-        with self.no_memory:
+        # the last of them has the largest part
+        world = params.run.devices
+        self.ranks = _OneOf(rank=world - 1, world=world)
+        self.autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, enabled=half)
+        self.live = LiveBytes()
+        with NO_MEMORY, self.live:
             self.model = self._new_model()
-            self.optimisers = Optimisers(self.model, params.training.optim, 1000)
-        self._give_values()
+            self.optimisers = Optimisers(self.model, params.optim, 1000)
+        if size := params.model.labels_a_cluster:  # the host reads them
+            self.model.register_buffer(LABEL_CLUSTER, torch.arange(num_labels) // size)
 
     def _new_model(self) -> UniDEC:
         settings = self.params.encoder
@@ -324,63 +379,12 @@ class _Probe:
         encoder = TextEncoder(settings, transformer, num_tokens, width, layers)
         if encoder.transformer is not None:
             encoder.transformer.forward = self._outputs  # type: ignore[assignment, method-assign]
+        if encoder.bag is not None:  # the host reads them
+            encoder.bag._host_continues = np.arange(num_tokens) % 2 == 1
         model = UniDEC(
             settings, self.params.model, self.num_labels, encoder, placement, add=additions
         )
         return model.train()
-
-    def _give_values(self) -> None:
-        """To what the host reads of the model."""
-        bag = self.model.encoder.bag
-        if bag is not None and bag.num_words:
-            bag.continues = torch.arange(bag.num_tokens) % 2 == 1
-            bag.features(np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64))  # keeps a copy
-        if size := self.params.model.labels_a_cluster:
-            self.model.register_buffer(LABEL_CLUSTER, torch.arange(self.num_labels) // size)
-
-    def state(self) -> dict[str, int]:
-        """Weights, tables and their optimisers' state."""
-        tables = self.optimisers.row_states()
-        rows = {name: sum(x.nbytes for x in state.values()) for name, state in tables.items()}
-        of_bag = sum(size for name, size in rows.items() if name.startswith("encoder."))
-        weights = {f"{name}.weight" for name in tables}
-        dense = sum(p.nbytes for name, p in self.model.named_parameters() if name not in weights)
-        dense += 2 * sum(parameter.nbytes for parameter in self.optimisers.dense)  # AdamW's moments
-        amounts = (dense, of_bag, sum(rows.values()) - of_bag)
-        return dict(zip(STATE, amounts, strict=True))
-
-    def step(self) -> Measured:
-        """Run the step: what a transformer holds, and the rest without it."""
-        batches, objective = self._parts()
-        with self.no_memory, warnings.catch_warnings():
-            # a table whose rows are all used compares addresses, which are the same here
-            warnings.filterwarnings("ignore", "Accessing the data pointer", UserWarning)
-            batch = batches.prepare(np.arange(self.num_batch), 0, 0, self._negatives())
-            encoder = self.model.encoder
-            with LiveBytes() as live:
-                for parameter in self.model.parameters():
-                    live.add(parameter)
-                for state in self.optimisers.row_states().values():
-                    for tensor in state.values():
-                        live.add(tensor)
-                begin = live.now
-                x_BW, backward = encode_texts(encoder, batch.texts, self._autocast)
-                losses = objective.losses(x_BW, batch, 0)
-                backward(torch.stack(list(losses.values())).sum())
-                norm = Gradients(self.model, self.optimisers, self.ranks, None).complete()
-                peak = live.peak - begin
-                live.peak = live.now
-                moments = 2 * sum(p.nbytes for p in self.optimisers.dense if p.grad is not None)
-                self.optimisers.step(0, norm, torch.zeros(()))
-                peak = max(peak, live.peak - begin - moments)
-        of_all = self.model.heads != "de" and batch.clf.ids is None
-        return Measured(
-            state=self.state(),
-            step={"transformer": self._of_transformer(batch.texts), "heads and losses": peak},
-            num_queries=self.num_batch,
-            num_labels=self.num_labels if of_all else len(batch.pool.pool_S),
-            width=encoder.width,
-        )
 
     def _outputs(self, ids_CT: Tensor, _mask_CT: Tensor) -> Tensor:
         """What the transformer returns, without its work."""
@@ -388,23 +392,46 @@ class _Probe:
         is_trained = not self.model.encoder.takes_vectors
         return torch.zeros(len(ids_CT), width, requires_grad=is_trained)
 
-    def _of_transformer(self, texts: EncoderInput | TextChunks) -> int:
-        """Bytes of the transformer in a step: of the texts whose activations are held together."""
-        if self.model.encoder.takes_vectors:
-            return 0
-        parts = [part for _, part in texts.chunks] if isinstance(texts, TextChunks) else [texts]
-        shapes = [[tuple(ids.shape) for _, ids, _ in part.chunks] for part in parts]
-        if not any(shapes):
-            return 0
-        largest = max(itertools.chain(*shapes), key=math.prod)
-        held = max(sum(map(math.prod, chunks)) for chunks in shapes)
-        if self.params.run.recompute:
-            held = math.prod(largest)
-        settings = self.params.encoder
-        chunk = _measure_chunk(
-            settings.name, settings.trainable_layers, largest, self.gpu, self.half
+    def state(self) -> dict[str, int]:
+        """Weights, tables and their optimisers' state."""
+        state = dict.fromkeys(STATE, 0)
+        tables = self.optimisers.row_states()
+        for name, rows in tables.items():
+            part = TOKENS if name.startswith("encoder.") else ROWS
+            state[part] += sum(tensor.nbytes for tensor in rows.values())
+        for name, weight in self.model.named_parameters():
+            if name.removesuffix(".weight") not in tables:
+                moments = 2 * weight.requires_grad  # AdamW's
+                state[DENSE] += weight.nbytes * (1 + moments)
+        return state
+
+    def step(self) -> _Step:
+        """Run the step: forward and backward pass without the transformer's work, and the updates
+        of rows. AdamW updates dense weights in place.
+        """
+        batches, objective = self._parts()
+        queries = np.arange(self.num_batch)
+        batch = batches.prepare(queries, 0, 0, self._negatives())
+        begin = self.live.now
+        with NO_MEMORY, self.live as live, warnings.catch_warnings():
+            # a table whose rows are all used compares addresses, which are the same here
+            warnings.filterwarnings("ignore", "Accessing the data pointer", UserWarning)
+            x_BW, backward = encode_texts(self.model.encoder, batch.texts, self.autocast)
+            losses = objective.losses(x_BW, batch, 0)
+            backward(torch.stack(list(losses.values())).sum())
+            norm = Gradients(self.model, self.optimisers, self.ranks, None).complete()
+            for rows in self.optimisers.row.values():
+                rows.step(1, 1.0, norm, torch.zeros(()))
+        texts = batch.texts
+        together = [part for _, part in texts.chunks] if isinstance(texts, TextChunks) else [texts]
+        chunks = [[ids.shape for _, ids, _ in part.chunks] for part in together]
+        of_all = self.model.heads != "de" and batch.clf.ids is None
+        return _Step(
+            heads=live.peak - begin,
+            num_labels=self.num_labels if of_all else len(batch.pool.pool_S),
+            tokens=max(sum(map(math.prod, shapes)) for shapes in chunks),
+            chunk=max(itertools.chain(*chunks), key=math.prod, default=(0, 0)),
         )
-        return math.ceil(held * chunk.each_token) + chunk.once + chunk.backward
 
     def _parts(self) -> tuple[Batches, Objective]:
         """Batches and losses of the training, on few queries."""
@@ -414,12 +441,12 @@ class _Probe:
         texts = self._texts(pairs)
         related = cast(Any, SimpleNamespace(rows=lambda _: pairs.rows, relevance=pairs.relevance))
         graph = None
-        if settings.model.clf_graph:  # each label is related to the next one
-            graph = sp.eye_array(self.num_labels, k=1, format="csr", dtype=np.float32)
+        if settings.model.clf_graph:  # each label is related to the next one of the batch
+            graph = sp.eye_array(self.num_labels, k=self.spacing, format="csr", dtype=np.float32)
         rows = rows_of(model, related, graph, cast(Any, None))
         if settings.pool.simcse:
             pairs = texts_as_labels(pairs)
-        methods, pairs = chosen_methods(settings, model, rows, pairs, self._autocast)
+        methods, pairs = chosen_methods(settings, model, rows, pairs, self.autocast)
         weights = np.broadcast_to(1.0, (self.num_labels,))
         batches = Batches(
             settings,
@@ -432,7 +459,7 @@ class _Probe:
             inverse_L=weights if weighs_by_propensity(settings.loss, settings.pool) else None,
         )
         objective = Objective(
-            settings.loss, model, methods, seed=0, ranks=self.ranks, autocast=self._autocast
+            settings.loss, model, methods, seed=0, ranks=self.ranks, autocast=self.autocast
         )
         return batches, objective
 
@@ -442,23 +469,24 @@ class _Probe:
         """
         num_queries = self.num_batch * (1 + self.params.model.clf_queries)
         each = self.sizes.labels_a_query
-        row_P = np.repeat(np.arange(num_queries), each)
-        label_P = np.arange(len(row_P)) % self.num_used
+        places = np.arange(num_queries * each)
         shape = (num_queries, self.num_labels)
-        relevance = sp.csr_matrix((np.ones(len(row_P), np.float32), (row_P, label_P)), shape)
+        labels = places % self.num_used * self.spacing
+        ones = np.ones(len(places), np.float32)
+        entries = (ones, (places // each, labels))
         return TrainingPairs(
             rows=np.arange(num_queries),
-            relevance=relevance,
+            relevance=sp.csr_matrix(entries, shape),
             filter_pairs=sp.csr_matrix(shape, dtype=bool),
             soft=self.params.pool.gandalf,
         )
 
     def _negatives(self) -> np.ndarray:
         """Hard negatives of the batch, int32 [B, H]: no positives while there are others."""
-        eta = self.params.pool.eta
-        number = np.arange(self.num_batch * eta, dtype=np.int32)
-        labels = self.num_used - 1 - number % self.num_used
-        return labels.reshape(self.num_batch, eta)
+        shape = (self.num_batch, self.params.pool.eta)
+        number = np.arange(math.prod(shape), dtype=np.int32)
+        place = self.num_used - 1 - number % self.num_used
+        return (place * self.spacing).reshape(shape)
 
     def _texts(self, pairs: TrainingPairs) -> TrainingTexts:
         most = self.params.tokens.max_length
