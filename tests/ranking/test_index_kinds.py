@@ -123,9 +123,9 @@ def test_another_search_is_refused(factory, search):
         ("kind", "ivf-sq8", r'"IVF,PQx4" \(.*ivf-sq8'),
         ("hnsw_links", 16, "index.factory: HNSW16"),
         ("ivf_probes", 32, "index.search: nprobe=32"),
-        ("ivf_lists", 0, "remove it"),
+        ("ivf_lists", 0, "remove the key"),
         ("pq_dims", 2, 'index.factory: "PQx4,dsub=2" or "IVF,PQx4,dsub=2"'),
-        ("rescore", None, "remove it"),
+        ("rescore", None, "remove the key"),
     ],
 )
 def test_a_key_of_before_is_refused_with_its_place_and_value(key, value, instead):

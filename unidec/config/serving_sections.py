@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from unidec.config.index_spec import IndexSpec
