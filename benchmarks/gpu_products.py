@@ -26,6 +26,7 @@ from scipy.sparse import csr_matrix
 from torch import Tensor
 
 from unidec.config import Params
+from unidec.config.index_spec import IndexSpec
 from unidec.data.tokens import TokenCache
 from unidec.model.faiss_library import faiss_module
 from unidec.model.search import exact_search
@@ -286,12 +287,12 @@ def _faiss(
     results: list[np.ndarray] = []
     if bench.on_card:
         kind = "flat"
-        flat = LabelIndex.build(label_LD, kind).stored
+        flat = LabelIndex.build(label_LD).stored
         index = faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), bench.device.index or 0, flat)
         look = lambda: results.append(index.search(query_ND, 100)[1])  # noqa: E731
     else:
         kind = "ivf-pq"
-        own = LabelIndex.build(label_LD, kind)
+        own = LabelIndex.build(label_LD, IndexSpec(kind=kind))
         look = lambda: results.append(own.search(query_ND, 100)[1])  # noqa: E731
     each = seconds(bench.device, look) / len(query_ND)
     bench.add(f"faiss, {kind}, k = 100", 1000 * each, "ms a query", sizes)

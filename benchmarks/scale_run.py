@@ -64,7 +64,8 @@ pool:
 optim:
   {{epochs: 1, warmup_epochs: 0.1, lr_bag: 3.0e-3, lr_heads: 3.0e-3, lr_clf: 3.0e-2,
     clf_state: adagrad}}
-index: {{kind: ivf-pq, ivf_probes: 325, space: both, clf_weight: 1.0, knn_weight: 0}}
+index:
+  {{factory: "IVF,PQx4", search: nprobe=325, space: both, clf_weight: 1.0, knn_weight: 0}}
 """
 Facts = dict[str, Any]
 

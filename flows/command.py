@@ -10,17 +10,20 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from pydantic import ValidationError
 
 from flows import server
 from flows.ending import Ending, leave
 from unidec import interrupt
 from unidec.addresses import mask_logs, masked_excepthook
 from unidec.config import parse_overrides
-from unidec.errors import in_one_message
+from unidec.errors import ConfigError, in_one_message
 from unidec.surroundings import output_failure
 
 _NAMES = {"overrides": "set", "params_file": "params", "register_trial": "register"}
@@ -53,8 +56,11 @@ def _run(name: str, words: Sequence[str], is_program: bool) -> int:
     # is needed
     if not {"-h", "--help"} & set(words) and (words or name != "train"):
         server.start()  # takes seconds, as do the imports that follow
-    # not as __main__: workers import it under this name
-    module = importlib.import_module(f"flows.{name}")
+    try:
+        # not as __main__: workers import it under this name
+        module = importlib.import_module(f"flows.{name}")
+    except ValidationError as error:  # Prefect reads its settings when it is imported
+        raise _invalid_setting(error) from error
     interrupt.end_guard()
     options = vars(_parser(module, name).parse_args(words))
     show = _as_json if options.pop("json") else getattr(module, "in_words", _as_json)
@@ -75,6 +81,22 @@ def _run(name: str, words: Sequence[str], is_program: bool) -> int:
     if is_program and (server.lost.is_set() or code in interrupt.EXIT_CODES.values()):
         leave(code)
     return code
+
+
+def _invalid_setting(error: ValidationError) -> ConfigError:
+    """A setting that Prefect refuses, with the variables of the environment that hold its value."""
+    first = error.errors()[0]
+    value = str(first["input"])
+    variables = [
+        name for name in os.environ if name.startswith("PREFECT_") and os.environ[name] == value
+    ]
+    return ConfigError(
+        "Prefect refuses one of its settings",
+        where=", ".join(variables) or ".".join(str(part) for part in first["loc"]),
+        got=value,
+        expected=first["msg"],
+        fix="correct it, or unset it: Prefect reads PREFECT_* variables, prefect.toml and profiles",
+    )
 
 
 def guarded(

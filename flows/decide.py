@@ -82,8 +82,7 @@ def share(params: Params, done: dict[str, Any]) -> dict[str, Any]:
     publish.show_result(done)
     if params.retrain.push:
         with publish.harmless("dvc push failed"):
-            secrets = reproduce.secret_values(params.source.secrets)
-            lifecycle.run("dvc push", reproduce.dvc, ["push"], log.info, secrets, retry=True)
+            reproduce.push(params.source)
             shared["push"] = "done"
     if params.retrain.commit != "none":
         with publish.harmless("nothing was committed"):

@@ -24,6 +24,7 @@ from prefect.states import Cancelled, Completed
 from flows import ending, publish, reconcile
 from unidec.addresses import without_credentials
 from unidec.errors import TrainingError, UnidecError, system_error
+from unidec.interrupt import STARTED_BY
 from unidec.pipeline.lock import environment, one_at_a_time
 from unidec.pipeline.parent_watch import watch
 from unidec.tracking.run import RUN_TAGS
@@ -146,7 +147,7 @@ def at_work() -> Iterator[None]:
         return
     reconcile.reconcile_crashed_runs(context.flow_run)
     if "PREFECT__FLOW_RUN_ID" in os.environ or "DVC_STAGE" in os.environ:
-        watch(os.getppid())
+        watch(STARTED_BY)
     ending.body.begin()
     try:
         with known_errors(), environment(RUN_TAGS, json.dumps(_tags())):

@@ -305,6 +305,16 @@ def fetch(source: Source) -> str:
     return f"dvc {' '.join(words)}"
 
 
+def push(source: Source) -> None:
+    """Run `dvc push`, with retries; a ConfigError if the remote refuses."""
+    secrets = secret_values(source.secrets)
+    try:
+        lifecycle.run("dvc push", dvc, ["push"], log.info, secrets, retry=True)
+    except ConfigError as error:
+        fix = "fix the remote (dvc remote list), or set retrain.push: false"
+        raise ConfigError(error.what, where="retrain.push", got=error.got, fix=fix) from error
+
+
 def dvc_file(source: Source) -> Path:
     """The .dvc file of `source.path`, or a ConfigError."""
     path = Path(source.path.removesuffix(".dvc") + ".dvc")

@@ -105,8 +105,13 @@ def _watch(process: subprocess.Popen[bytes], over: threading.Event) -> None:
 def main() -> None:
     """The server's process."""
     import uvicorn
-    from prefect.server.api.server import create_app
     from psutil import NoSuchProcess
+    from pydantic import ValidationError
+
+    try:
+        from prefect.server.api.server import create_app
+    except ValidationError:  # an invalid setting of Prefect, which the flow's process reports
+        sys.exit(1)
 
     from unidec.pipeline.parent_watch import watch
 

@@ -128,6 +128,8 @@ def _through_dvc(
         return _skip(params, promote)
     lifecycle.say(f"will re-run: {', '.join(work)}")
     done: dict[str, Any] = {}
+    if params.retrain.push:  # the data: a remote that refuses is noticed before the training
+        reproduce.push(params.source)
     if "train" in work:
         run("data change", pipeline.data_change, params, retry=True)
         done["start"] = pipeline.plain(

@@ -250,6 +250,7 @@ CONFLICTING = [
     ("source.path", {"source.kind": "folder"}),
     ("source.path", {"source.kind": "dvc"}),
     ("source.kind", {"source.kind": "folder", "source.path": "data/raw/lf-debian/"}),
+    ("index.factory", {"index.factory": "HNSW32", "index.search": "nprobe=8"}),
     ("index.fusion", {"index.fusion": True, "index.knn_by": "model"}),
     ("index.knn_head", {"index.fusion": False, "index.knn_head": 16}),
     ("source.kind", {"source.kind": "folder", "source.path": "data"}),
@@ -438,8 +439,7 @@ def test_each_parameter_says_once_what_it_decides() -> None:
         assert set(results) <= set(get_args(config.Result)), key
         # a key that decides is more than operation
         assert "operation" not in results or results == ("operation",), key
-    assert decides["optim.epochs"] == ("training",)
-    assert decides["index.kind"] == ("index",)
+    assert decides["optim.epochs"] == ("training",) and decides["index.factory"] == ("index",)
     # the tokenizer is the encoder's
     assert decides["encoder.name"] == ("checks", "tokens", "training")
     assert decides["raw.quotes"] == ("data",)
@@ -555,4 +555,4 @@ def test_a_key_of_an_earlier_version_names_its_new_place(tmp_path: Path) -> None
         section, _, name = key.partition(".")
         [found] = problems(tmp_path, f"{section}: {{{name}: warn}}")
         assert found.startswith(f"- {key} (line 1): a key of an earlier version")
-        assert f"fix: {fix}" in found
+        assert f"fix: {fix.format('warn')}" in found

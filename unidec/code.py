@@ -22,6 +22,7 @@ DECIDED_BY: dict[str, tuple[str, ...]] = {
     "label_graph": ("data/label_graph.py",),
     "training": ("model", "methods", "training", "pipeline/seen.py"),
     "index": (
+        "config/index_spec.py",
         "ranking",
         "bundle",
         "model/onnx_export.py",

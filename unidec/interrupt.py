@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
+# noted before slow imports, during which that process may end
+STARTED_BY = os.getppid()
 EXIT_CODE = 130
 EXIT_CODES: dict[int, int] = {signal.SIGINT: EXIT_CODE, signal.SIGTERM: 143}
 

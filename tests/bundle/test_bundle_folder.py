@@ -10,9 +10,9 @@ from helpers.tiny_bundle import write_tiny_bundle
 
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import INDEX
+from unidec.config.index_spec import KINDS
 from unidec.data.storage import MANIFEST, write_manifest
 from unidec.errors import ArtifactError
-from unidec.ranking.index import KINDS
 
 pytest.importorskip("faiss")
 pytestmark = pytest.mark.usefixtures("stub_model")

@@ -26,6 +26,7 @@ from unidec.bundle.bundle_folder import (
 )
 from unidec.bundle.label_change import LabelChange, estimated_rows, with_labels
 from unidec.config import Params
+from unidec.config.index_spec import IndexSpec
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import read_manifest, write_folder
 from unidec.data.tokens import encode_texts
@@ -101,7 +102,9 @@ def full(
     write_bundle(
         path,
         model_path,
-        LabelIndex.build(label_vectors(de_LD, clf_LD, bias_L, space, normalize), kind),
+        LabelIndex.build(
+            label_vectors(de_LD, clf_LD, bias_L, space, normalize), IndexSpec(kind=kind)
+        ),
         BundleLabels(
             dataset.label_uids(),
             dataset.label_texts(),

@@ -154,7 +154,7 @@ def test_a_part_is_tuned_and_the_rest_stays(write: Write) -> None:
         ),
         (TUNING.replace("low: 0.5", "low: 0"), CELLS, r"lr.*cannot be tuned[\s\S]*lr multiplies"),
         (TUNING, CELLS.replace("loss.margin", "loss.marign"), r"loss\.marign.*unknown key"),
-        (TUNING, CELLS.replace("loss.margin", "index.kind"), r"index\.kind"),
+        (TUNING, CELLS.replace("loss.margin", "index.factory"), r"index\.factory"),
         (
             TUNING,
             CELLS.replace("low: 1, high: 9", "low: 9, high: 1"),

@@ -8,10 +8,14 @@ import contextlib
 import json
 import os
 import socket
+import subprocess
+import sys
 
+import psutil
 import pytest
 
 from unidec.errors import TrainingError
+from unidec.interrupt import STARTED_BY
 from unidec.tracking.run import RUN_TAGS
 
 
@@ -61,7 +65,31 @@ def test_a_stage_ends_with_dvc(lifecycle, deploy, monkeypatch, stage):
             pass
 
     assert deploy(body).state.is_completed()
-    assert watched == ([os.getppid()] if stage is not None else [])
+    assert watched == ([STARTED_BY] if stage is not None else [])
+
+
+def test_dvc_may_end_while_the_stage_still_imports() -> None:
+    """A stage watches the process that started it, not the one that adopted it."""
+    stage = """
+import os, time
+from unidec.interrupt import STARTED_BY
+print(os.getpid(), flush=True)
+while os.getppid() == STARTED_BY:
+    time.sleep(0.01)
+from unidec.pipeline.parent_watch import watch
+watch(STARTED_BY)
+time.sleep(60)
+"""
+    starts_it = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    command = [sys.executable, "-c", starts_it, stage]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as dvc:
+        assert dvc.stdout is not None
+        process = psutil.Process(int(dvc.stdout.readline()))
+        dvc.kill()
+    _, alive = psutil.wait_procs([process], timeout=30)
+    for one in alive:
+        one.kill()
+    assert not alive
 
 
 def test_what_mlflow_gets_to_know(lifecycle, deploy, monkeypatch):

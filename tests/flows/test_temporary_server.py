@@ -69,3 +69,18 @@ def test_it_starts_once_outside_of_the_flows_process_and_ends_with_it(tmp_path, 
     # it has no pages
     assert "prefect.flow_run_id" in result["tags"] and "prefect.flow_run_url" not in result["tags"]
     assert "Finished in state Completed" in done.stderr and "Error" not in done.stderr
+
+
+def test_a_setting_that_prefect_refuses_is_one_message(tmp_path):
+    """Neither the flow's process nor its server prints a traceback."""
+    environment = os.environ | {"PREFECT_HOME": str(tmp_path), "PREFECT_SERVER_API_PORT": "many"}
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.train", "--steps", "ingest"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert "error: PREFECT_SERVER_API_PORT: Prefect refuses" in done.stderr
+    assert "fix:" in done.stderr and "Traceback" not in done.stderr

@@ -45,7 +45,7 @@ def place(tmp_path, monkeypatch) -> Path:
     """An empty project folder to stand in."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    given = f"optim: {{epochs: {EPOCHS}}}\npool: {{refresh: {A_ROUND}}}\nindex: {{kind: flat}}\n"
+    given = f"optim: {{epochs: {EPOCHS}}}\npool: {{refresh: {A_ROUND}}}\nindex: {{factory: Flat}}\n"
     Path("params.yaml").write_text(given)
     Path("dvc.yaml").write_text(
         "stages:\n  train: {cmd: x, deps: [data]}\n  index: {cmd: x}\n  evaluate: {cmd: x}\n"
@@ -242,6 +242,21 @@ def test_everything_in_order(run, stages):
         "previous": "2",
         "metrics": {"nDCG@5": 40.1},
     }
+
+
+def test_a_remote_that_refuses_is_noticed_before_the_training(
+    run, stages, flow_module, place, monkeypatch
+):
+    def refuse(*_):
+        raise ConfigError("dvc push failed", where="dvc", got="403 Forbidden")
+
+    monkeypatch.setattr(flow_module.reproduce, "dvc", refuse)
+    with Path("params.yaml").open("a") as file:
+        file.write("retrain: {push: true}\n")
+    with pytest.raises(ConfigError, match="403 Forbidden") as refused:
+        run()
+    assert refused.value.where == "retrain.push"
+    assert stages.calls == PREPARED
 
 
 def test_a_worse_challenger_is_refused(run, stages):
@@ -631,7 +646,7 @@ def dvc_project(place, monkeypatch):
         name: {"cmd": copy(*link), "deps": [link[0]], "outs": [link[1]]}
         for name, link in links.items()
     }
-    stages["index"]["params"] = ["index.kind"]
+    stages["index"]["params"] = ["index.factory"]
     stages["inputs"] = {"cmd": "true"}
     stages["validate"] = {
         "cmd": f"{sys.executable} -c \"import sys; print('bad row 7'); sys.exit(3)\""
@@ -653,9 +668,8 @@ def test_dvc_says_what_is_stale_and_records_what_was_made(dvc_project, place):
     assert dvc_project.stale()[1] == ["index", "evaluate"]
     dvc_project.commit(["index", "evaluate"])
     # a file that is read, and a parameter of another stage
-    (place / "params.yaml").write_text("index: {kind: hnsw}\n")
-    assert dvc_project.stale()[1][0] == "train"
-    assert dvc_project.inputs_state() != digest
+    (place / "params.yaml").write_text("index: {factory: HNSW32}\n")
+    assert dvc_project.stale()[1][0] == "train" and dvc_project.inputs_state() != digest
     dvc_project.commit(["train"])
     assert dvc_project.stale()[1] == ["index", "evaluate"]  # the parameter alone
 

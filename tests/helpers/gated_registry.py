@@ -145,7 +145,7 @@ def make_bundle(
     write_bundle(
         place / "artifacts" / "bundle",
         place / "model",
-        LabelIndex.build(de_LD, kind="flat"),
+        LabelIndex.build(de_LD),
         BundleLabels(uids, titles, {"de": de_LD}),
         Scoring("de", 1.0, True),
     )

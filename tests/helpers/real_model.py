@@ -89,9 +89,7 @@ def real_bundle(
         model.classifier_table(),
     )
     space = space or heads
-    index = LabelIndex.build(
-        label_vectors(de_LD, clf_LD, bias_L, space, clf_normalize), kind="flat"
-    )
+    index = LabelIndex.build(label_vectors(de_LD, clf_LD, bias_L, space, clf_normalize))
     write_bundle(
         folder / "bundle",
         folder / "model",

@@ -41,7 +41,7 @@ def write_small_bundle(
     return write_bundle(
         folder / "bundle",
         folder / "model",
-        LabelIndex.build(label_vectors(de_LD, clf_LD, bias_L, "both", True), kind="flat"),
+        LabelIndex.build(label_vectors(de_LD, clf_LD, bias_L, "both", True)),
         BundleLabels(
             [title.split()[1] + "-" + title.split()[2] for title in titles],
             titles,

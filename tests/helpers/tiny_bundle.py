@@ -17,6 +17,7 @@ from scipy.sparse import csr_matrix
 from unidec.bundle import predict_file as files
 from unidec.bundle.bundle_folder import BundleLabels, Facts, Scoring, write_bundle
 from unidec.bundle.bundle_info import KnnInfo
+from unidec.config.index_spec import IndexSpec, Kind
 from unidec.data.storage import write_folder
 from unidec.data.tokens import Tokens, encode_texts
 from unidec.model.words import WordSpace
@@ -132,7 +133,7 @@ def write_tiny_bundle(
     *,
     heads: str = "both",
     space: str = "both",
-    kind: str = "flat",
+    kind: Kind = "flat",
     clf_normalize: bool = True,
     bias: bool = False,
     clf_weight: float = 0.5,
@@ -155,7 +156,8 @@ def write_tiny_bundle(
     de_LD = unit_rows(model._mean(0, tokens, np.arange(len(TITLES)))) if heads != "clf" else None
     clf_LD = rng.normal(size=(len(TITLES), DIM)).astype(np.float32) if heads != "de" else None
     bias_L = rng.normal(size=len(TITLES)).astype(np.float32) if bias else None
-    index = LabelIndex.build(label_vectors(de_LD, clf_LD, bias_L, space, clf_normalize), kind=kind)
+    vectors_LD = label_vectors(de_LD, clf_LD, bias_L, space, clf_normalize)
+    index = LabelIndex.build(vectors_LD, IndexSpec(kind=kind))
     neighbours = (
         None if vote is None else tiny_neighbours(model, rng, vote, by_words, word_head=word_head)
     )

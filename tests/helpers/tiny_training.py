@@ -64,7 +64,7 @@ TINY: dict[str, Any] = {
     "optim.clip_norm": 1.0,
     "optim.precision": "fp32",
     "optim.encode_chunk": 0,
-    "index.kind": "flat",
+    "index.factory": "Flat",
     "index.space": "both",
     "index.clf_weight": 1.0,
     "index.clf_normalize": True,

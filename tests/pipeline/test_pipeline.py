@@ -482,7 +482,7 @@ def test_a_head_alone_goes_through(done: SimpleNamespace, heads: str) -> None:
             "optim.epochs": 1,
             "index.clf_weight": 1.0,
             "index.clf_normalize": False,
-            "index.kind": "hnsw",
+            "index.factory": "HNSW32",
             "model.clf_bias": heads == "clf",
             "loss.clf_bce": 0.0 if heads == "de" else 0.1,
             "index.knn_weight": 0.3,

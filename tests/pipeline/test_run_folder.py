@@ -43,7 +43,7 @@ def test_what_decides_a_training_names_its_folder(ingested: SimpleNamespace, cha
         {"device": "auto"},
         {"run.devices": 2},
         {"run.checkpoint_steps": 5},
-        {"index.kind": "hnsw"},
+        {"index.factory": "HNSW32"},
         {"index.clf_weight": 2.0},
         {"tracking.experiment": "other"},
         {"tracking.model_name": "other"},

@@ -11,6 +11,7 @@ import pytest
 from helpers.slow_search import slow_search, wrong_in_threads
 from helpers.tiny_bundle import recall_with_ties
 
+from unidec.config.index_spec import IndexSpec
 from unidec.errors import ArtifactError, UnidecError
 from unidec.model.search import exact_search
 from unidec.ranking.heads import unit_rows
@@ -79,13 +80,11 @@ def test_hnsw_finds_nearly_all_of_equal_length(rng):
         centres[rng.integers(0, 40, 200)] + 0.7 * rng.normal(size=(200, 32)).astype(np.float32)
     )
     exact_scores, exact = LabelIndex.build(vectors).search(queries, 10)
-    scores, labels = LabelIndex.build(vectors, kind="hnsw", links=16, build=100, search=200).search(
-        queries, 10
-    )
+    wide_spec = IndexSpec.parse("HNSW16,efConstruction=100")
+    scores, labels = LabelIndex.build(vectors, wide_spec).search(queries, 10)
     assert recall_with_ties(labels, exact, scores, exact_scores) > 0.99
-    narrow = LabelIndex.build(vectors, kind="hnsw", links=4, build=8, search=10).search(
-        queries, 10
-    )[1]
+    narrow_spec = IndexSpec.parse("HNSW4,efConstruction=8", "efSearch=10")
+    narrow = LabelIndex.build(vectors, narrow_spec).search(queries, 10)[1]
     assert recall(narrow, exact) < recall(labels, exact)
 
 
@@ -96,22 +95,20 @@ def test_hnsw_on_vectors_of_unequal_length(rng):
     vectors, queries = _random(rng, 3000, 32, 200)
     vectors *= rng.uniform(0.5, 5.0, size=(3000, 1)).astype(np.float32)
     exact = LabelIndex.build(vectors).search(queries, 10)[1]
-    labels = LabelIndex.build(vectors, kind="hnsw").search(queries, 10)[1]
+    labels = LabelIndex.build(vectors, IndexSpec.parse("HNSW32")).search(queries, 10)[1]
     assert recall(labels, exact) > 0.95
 
 
 @pytest.mark.parametrize("kind", ["flat", "hnsw"])
 def test_saved_and_loaded_it_answers_the_same(rng, tmp_path, kind):
     vectors, queries = _random(rng, 400, 12, 20)
-    index = LabelIndex.build(vectors, kind=kind, links=8)
+    index = LabelIndex.build(vectors, IndexSpec(kind=kind, links=8))
     index.save(tmp_path / "index.faiss")
-    loaded = LabelIndex.load(tmp_path / "index.faiss", 400, 12, kind=kind)
-    assert loaded.num_labels == 400
-    assert loaded.dim == 12
-    assert loaded.kind == kind
+    loaded = LabelIndex.load(tmp_path / "index.faiss", 400, 12, index.spec)
+    assert (loaded.num_labels, loaded.dim, loaded.spec.kind) == (400, 12, kind)
     for got, expected in zip(loaded.search(queries, 7), index.search(queries, 7), strict=True):
         assert np.array_equal(got, expected)
-    LabelIndex.build(vectors, kind=kind, links=8).save(tmp_path / "again.faiss")
+    LabelIndex.build(vectors, IndexSpec(kind=kind, links=8)).save(tmp_path / "again.faiss")
     assert (tmp_path / "again.faiss").read_bytes() == (tmp_path / "index.faiss").read_bytes()
     names = sorted(p.name for p in tmp_path.iterdir())
     assert names == ["again.faiss", "index.faiss"]
@@ -119,16 +116,17 @@ def test_saved_and_loaded_it_answers_the_same(rng, tmp_path, kind):
 
 def test_hnsw_of_one_label(rng, tmp_path):
     vectors, queries = _random(rng, 1, 4, 3)
-    LabelIndex.build(vectors, kind="hnsw").save(tmp_path / "x")
-    scores, labels = LabelIndex.load(tmp_path / "x", 1, 4, kind="hnsw").search(queries, 2)
-    assert labels.tolist() == [[0, -1]] * 3
-    assert np.isneginf(scores[:, 1]).all()
+    LabelIndex.build(vectors, IndexSpec.parse("HNSW32")).save(tmp_path / "x")
+    scores, labels = LabelIndex.load(tmp_path / "x", 1, 4, IndexSpec.parse("HNSW32")).search(
+        queries, 2
+    )
+    assert labels.tolist() == [[0, -1]] * 3 and np.isneginf(scores[:, 1]).all()
 
 
 @pytest.mark.parametrize("kind", ["flat", "hnsw"])
 def test_several_threads_search_at_once(rng, kind):
     vectors, queries = _random(rng, 500, 16, 64)
-    index = LabelIndex.build(vectors, kind=kind)
+    index = LabelIndex.build(vectors, IndexSpec(kind=kind))
     assert not wrong_in_threads(index, queries)
 
 
@@ -141,7 +139,7 @@ def test_bad_input_is_refused(rng):
         (lambda: index.search(bad, 2), "must be finite"),
         (lambda: LabelIndex.build(np.full((3, 2), np.inf, dtype=np.float32)), "row 0 is not"),
         (lambda: LabelIndex.build(vectors[:0]), "at least one label"),
-        (lambda: LabelIndex.build(vectors, kind="tree"), "unknown kind"),  # type: ignore[arg-type]
+        (lambda: IndexSpec(kind="tree"), "kind"),  # type: ignore[arg-type]
     ):
         with pytest.raises(ValueError, match=message):
             wrong()
@@ -163,13 +161,13 @@ def test_recall():
 def test_damaged_files_are_refused(rng, tmp_path, kind):
     vectors, _ = _random(rng, 200, 8, 1)
     path = tmp_path / "index.faiss"
-    LabelIndex.build(vectors, kind=kind, links=4).save(path)
+    LabelIndex.build(vectors, IndexSpec(kind=kind, links=4)).save(path)
     whole = path.read_bytes()
     cuts = [0, 1, 3, 20, 44, 45, 60, len(whole) // 2, len(whole) - 1]
     for data in [whole[:cut] for cut in cuts] + [whole + b"\0", b"\x80\x04K\x01." + whole]:
         path.write_bytes(data)
         with pytest.raises(ArtifactError, match=r"index\.faiss"):
-            LabelIndex.load(path, 200, 8, kind=kind)
+            LabelIndex.load(path, 200, 8, IndexSpec(kind=kind))
     path.write_bytes(whole)
     for labels, dim in (
         (199, 8),
@@ -179,13 +177,13 @@ def test_damaged_files_are_refused(rng, tmp_path, kind):
         (100, 16),
     ):
         with pytest.raises(ArtifactError, match=r"index\.faiss"):
-            LabelIndex.load(path, labels, dim, kind=kind)
+            LabelIndex.load(path, labels, dim, IndexSpec(kind=kind))
     with pytest.raises(ArtifactError):
-        LabelIndex.load(path, 200, 8, kind="hnsw" if kind == "flat" else "flat")
+        LabelIndex.load(path, 200, 8, IndexSpec(kind="hnsw" if kind == "flat" else "flat"))
     with pytest.raises(ArtifactError):
-        LabelIndex.load(tmp_path / "none", 200, 8, kind=kind)
+        LabelIndex.load(tmp_path / "none", 200, 8, IndexSpec(kind=kind))
     with pytest.raises(ArtifactError):
-        LabelIndex.load(tmp_path, 200, 8, kind=kind)
+        LabelIndex.load(tmp_path, 200, 8, IndexSpec(kind=kind))
 
 
 def test_counts_that_would_fill_the_memory_are_refused(rng, tmp_path):
@@ -203,7 +201,7 @@ def test_a_flipped_byte_never_breaks_the_process(rng, tmp_path):
     float of a vector)."""
     vectors, queries = _random(rng, 120, 4, 5)
     path = tmp_path / "index.faiss"
-    LabelIndex.build(vectors, kind="hnsw", links=2).save(path)
+    LabelIndex.build(vectors, IndexSpec.parse("HNSW2")).save(path)
     whole = path.read_bytes()
     refused = 0
     for at in rng.choice(len(whole), size=600, replace=False):
@@ -211,7 +209,7 @@ def test_a_flipped_byte_never_breaks_the_process(rng, tmp_path):
         data[at] ^= 1 << int(rng.integers(0, 8))
         path.write_bytes(data)
         try:
-            index = LabelIndex.load(path, 120, 4, kind="hnsw")
+            index = LabelIndex.load(path, 120, 4, IndexSpec.parse("HNSW2"))
         except ArtifactError:
             refused += 1
             continue

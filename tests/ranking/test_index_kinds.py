@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+import re
 
 import numpy as np
 import pytest
@@ -10,18 +10,12 @@ from helpers.label_vectors import label_vectors
 from helpers.slow_search import slow_search, wrong_in_threads
 from helpers.tiny_bundle import recall_with_ties
 
-from unidec.config import Index, load_params
+from unidec.config import load_params
+from unidec.config.index_spec import COMPRESSED, KINDS, IndexSpec, Kind
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model.faiss_library import faiss_module
 from unidec.ranking.heads import Heads, as_heads, unit_rows
-from unidec.ranking.index import (
-    COMPRESSED,
-    FLAT_CENTROIDS,
-    KINDS,
-    IndexOptions,
-    LabelIndex,
-    recall,
-)
+from unidec.ranking.index import FLAT_CENTROIDS, LabelIndex, recall
 
 pytest.importorskip("faiss")
 
@@ -45,28 +39,105 @@ def _clusters(rng: np.random.Generator, num: int, dim: int = DIM) -> np.ndarray:
     )
 
 
-def test_the_parameters_name_the_same_kinds():
-    assert get_args(Index.model_fields["kind"].annotation) == KINDS
+@pytest.mark.parametrize(
+    ("factory", "search", "numbers"),
+    [
+        ("Flat", "", {}),
+        ("PQx4", "", {"kind": "pq"}),
+        ("PQx4,dsub=2", "k_factor_rf=4", {"kind": "pq", "code_dims": 2, "rescore": 4}),
+        ("HNSW", "", {"kind": "hnsw"}),
+        ("HNSW16", "efSearch=99", {"kind": "hnsw", "links": 16, "search": 99}),
+        ("HNSW16,efConstruction=50", "", {"kind": "hnsw", "links": 16, "build": 50}),
+        ("IVF,PQx4", "", {"kind": "ivf-pq"}),
+        (
+            "IVF4096,PQx4,dsub=2",
+            "k_factor_rf=4,nprobe=32",
+            {"kind": "ivf-pq", "lists": 4096, "code_dims": 2, "probes": 32, "rescore": 4},
+        ),
+    ],
+)
+def test_strings_of_faiss(factory, search, numbers):
+    spec = IndexSpec.parse(factory, search)
+    assert spec == IndexSpec(**numbers)
+    assert load_params(None, {"index.factory": factory, "index.search": search}).index.search == (
+        search
+    )
 
 
 @pytest.mark.parametrize(
-    ("kind", "instead"),
+    "factory",
     [
-        ("sq8", "pq,"),
-        ("hnsw-sq8", "pq or hnsw"),
-        ("ivf-sq8", "ivf-pq"),
+        "",
+        "flat",
+        "pq",
+        "PQ4",
+        "PQx8",
+        "PQ8x4",
+        "HNSW0",
+        "HNSW9999999999",
+        "HNSW32,Flat",
+        "IVF4096",
+        "IVF,Flat",
+        "IVF-1,PQx4",
+        "IVF,PQx4 ",
+        "PQx4,dsub=0",
+        "PQx4,dsub=2,dsub=2",
+        "Flat\n",
     ],
 )
-def test_a_kind_of_before_is_refused_with_what_takes_its_place(kind, instead):
-    with pytest.raises(ConfigError, match=f"index.kind(.|\n)*expected: {instead}"):
-        load_params(None, {"index.kind": kind})
+def test_another_factory_is_refused(factory):
+    with pytest.raises(ConfigError, match=r'(?s)index\.factory.*fix: Flat; PQx4 with .* or "IVF'):
+        load_params(None, {"index.factory": factory})
+
+
+@pytest.mark.parametrize(
+    ("factory", "search"),
+    [
+        ("Flat", "nprobe=3"),
+        ("PQx4", "nprobe=3"),
+        ("PQx4", "k_factor_rf=0"),
+        ("HNSW32", "efConstruction=9"),
+        ("HNSW32", "efSearch=9,efSearch=9"),
+        ("IVF,PQx4", "nprobe"),
+        ("IVF,PQx4", "nprobe=3,"),
+        ("IVF,PQx4", ",nprobe=3"),
+        ("IVF,PQx4", "k_factor_rf=3,"),
+        ("IVF,PQx4", "k_factor_rf=3;nprobe=3"),
+        ("IVF,PQx4", "k_factor_rf=3nprobe=3"),
+        ("IVF,PQx4", "nprobe=3,nprobe=3"),
+        ("IVF,PQx4", "nprobe=1.5"),
+        ("IVF,PQx4", "nprobe=__import__('os')"),
+    ],
+)
+def test_another_search_is_refused(factory, search):
+    text = 'HNSW32 with "efSearch=200"; or "IVF,PQx4" with "nprobe=32,k_factor_rf=8"'
+    with pytest.raises(ConfigError, match=f"(?s)got: .*{re.escape(search)}.*fix: .*{text}"):
+        load_params(None, {"index.factory": factory, "index.search": search})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "instead"),
+    [
+        ("kind", "sq8", r"PQx4 \(.*sq8"),
+        ("kind", "hnsw-sq8", r"PQx4 \(.*hnsw-sq8"),
+        ("kind", "ivf-sq8", r'"IVF,PQx4" \(.*ivf-sq8'),
+        ("hnsw_links", 16, "index.factory: HNSW16"),
+        ("ivf_probes", 32, "index.search: nprobe=32"),
+        ("ivf_lists", 0, "remove it"),
+        ("pq_dims", 2, 'index.factory: "PQx4,dsub=2" or "IVF,PQx4,dsub=2"'),
+        ("rescore", None, "remove it"),
+    ],
+)
+def test_a_key_of_before_is_refused_with_its_place_and_value(key, value, instead):
+    with pytest.raises(ConfigError, match=f"index.{key}(.|\n)*fix: .*{instead}"):
+        load_params(None, {f"index.{key}": value})
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_are_exact_and_most_is_found(rng, kind):
     vectors = _clusters(rng, LABELS)
     queries = _clusters(rng, 40)
-    index = LabelIndex.build(vectors, kind, **THOROUGH)
+    index = LabelIndex.build(vectors, IndexSpec(kind=kind, **THOROUGH))
     scores, labels = index.search(queries, 15)
     wanted_scores, wanted = slow_search(queries, vectors, 15)
     assert recall_with_ties(labels, wanted, scores, wanted_scores.astype(np.float32)) > (
@@ -89,13 +160,12 @@ def test_scores_are_exact_and_most_is_found(rng, kind):
     ],
 )
 def test_few_labels_are_all_found(rng, kind, num_labels, dim):
-    """So few that a compressed index scores them all, and a graph can link each with each; more
-    results than labels.
+    """So few that a compressed index scores them all; more results than labels. A graph has the
+    links that are shipped: with 4 links, a sixth of such graphs have no way to some label.
     """
     vectors = _clusters(rng, num_labels, dim)
     queries = _clusters(rng, 5, dim)
-    links = {"links": 64, "build": 128} if kind == "hnsw" else {"links": 4}
-    index = LabelIndex.build(vectors, kind, **links)
+    index = LabelIndex.build(vectors, IndexSpec(kind=kind))
     scores, labels = index.search(queries, num_labels + 2)
     wanted_scores, wanted = slow_search(queries, vectors, num_labels)
     assert recall_with_ties(labels, wanted, scores, wanted_scores.astype(np.float32)) == 1.0
@@ -107,57 +177,54 @@ def test_few_labels_are_all_found(rng, kind, num_labels, dim):
 def test_ties_come_in_label_order(rng, kind):
     vectors = np.repeat(_clusters(rng, 60), 4, axis=0)[rng.permutation(240)]
     queries = _clusters(rng, 6)
-    labels = LabelIndex.build(vectors, kind, **THOROUGH | {"rescore": 10}).search(queries, 24)[1]
+    spec = IndexSpec(kind=kind, **THOROUGH | {"rescore": 10})
+    labels = LabelIndex.build(vectors, spec).search(queries, 24)[1]
     assert np.array_equal(labels, slow_search(queries, vectors, 24)[1])
 
 
 def test_more_candidates_find_more(rng):
     vectors, queries = (rng.normal(size=(n, 32)).astype(np.float32) for n in (3000, 50))
-    index = LabelIndex.build(vectors, "pq", rescore=1)
+    index = LabelIndex.build(vectors, IndexSpec.parse("PQx4"))
     wanted = slow_search(queries, vectors, 100)[1]
-    found = [
-        recall(index.with_options(rescore=factor).search(queries, 100)[1], wanted)
-        for factor in (1, 4, 16)
-    ]
-    assert found == sorted(found)
-    assert found[0] < found[2]
-    assert found[2] > 0.97
-    assert index.options.rescore == 1
+    found = []
+    for factor in (1, 4, 16):
+        index.spec = IndexSpec.parse("PQx4", f"k_factor_rf={factor}")
+        found.append(recall(index.search(queries, 100)[1], wanted))
+    assert found == sorted(found) and found[0] < found[2] and found[2] > 0.97
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_and_mapped_it_answers_the_same(rng, tmp_path, kind):
     vectors = _clusters(rng, LABELS)
     queries = _clusters(rng, 20)
-    index = LabelIndex.build(vectors, kind, **THOROUGH)
+    index = LabelIndex.build(vectors, IndexSpec(kind=kind, **THOROUGH))
     path = tmp_path / "index.faiss"
     index.save(path)
-    loaded = LabelIndex.load(path, LABELS, DIM, kind, index.options, vectors)
-    assert loaded.num_labels == LABELS
-    assert loaded.dim == DIM
-    assert loaded.kind == kind
+    loaded = LabelIndex.load(path, LABELS, DIM, index.spec, vectors)
+    assert (loaded.num_labels, loaded.dim, loaded.spec.kind) == (LABELS, DIM, kind)
     for got, expected in zip(loaded.search(queries, 7), index.search(queries, 7), strict=True):
         assert np.array_equal(got, expected)
-    LabelIndex.build(vectors, kind, **THOROUGH).save(tmp_path / "again.faiss")
+    LabelIndex.build(vectors, IndexSpec(kind=kind, **THOROUGH)).save(tmp_path / "again.faiss")
     assert (tmp_path / "again.faiss").read_bytes() == path.read_bytes()
     index.save(path)  # over the file that is mapped: what was loaded keeps the old one
     path.unlink()
     assert np.array_equal(loaded.search(queries, 7)[1], index.search(queries, 7)[1])
     if kind in COMPRESSED:
         with pytest.raises(ValueError, match="needs the labels' vectors"):
-            LabelIndex.load(tmp_path / "again.faiss", LABELS, DIM, kind, index.options)
+            LabelIndex.load(tmp_path / "again.faiss", LABELS, DIM, index.spec)
 
 
 @pytest.mark.parametrize("kind", sorted(COMPRESSED))
 def test_damaged_files_are_refused(rng, tmp_path, kind):
     vectors = _clusters(rng, 200)
     path = tmp_path / "index.faiss"
-    options = IndexOptions(links=4, lists=9)
-    LabelIndex.build(vectors, kind, links=4, lists=9).save(path)
+    spec = IndexSpec(kind=kind, links=4, lists=9)
+    LabelIndex.build(vectors, spec).save(path)
     whole = path.read_bytes()
 
-    def load(labels: int = 200, dim: int = DIM, other: str = kind) -> LabelIndex:
-        return LabelIndex.load(path, labels, dim, other, options, vectors[:labels, :dim])
+    def load(labels: int = 200, dim: int = DIM, other: Kind = kind) -> LabelIndex:
+        like = spec.model_copy(update={"kind": other})
+        return LabelIndex.load(path, labels, dim, like, vectors[:labels, :dim])
 
     load()
     cuts = [0, 3, 36, 44, 60, 100, len(whole) // 2, len(whole) - 1]
@@ -180,8 +247,8 @@ def test_a_flipped_byte_never_breaks_the_process(rng, tmp_path, kind):
     vectors = _clusters(rng, 120)
     queries = _clusters(rng, 4)
     path = tmp_path / "index.faiss"
-    options = IndexOptions(links=2, lists=7, rescore=1)
-    LabelIndex.build(vectors, kind, links=2, lists=7).save(path)
+    spec = IndexSpec(kind=kind, links=2, lists=7, rescore=1)
+    LabelIndex.build(vectors, spec).save(path)
     whole = path.read_bytes()
     refused = 0
     head = np.arange(120)
@@ -190,7 +257,7 @@ def test_a_flipped_byte_never_breaks_the_process(rng, tmp_path, kind):
         data[at] ^= 1 << int(rng.integers(0, 8))
         path.write_bytes(data)
         try:
-            index = LabelIndex.load(path, 120, DIM, kind, options, vectors)
+            index = LabelIndex.load(path, 120, DIM, spec, vectors)
         except ArtifactError:
             refused += 1
             continue
@@ -203,21 +270,22 @@ def test_a_flipped_byte_never_breaks_the_process(rng, tmp_path, kind):
 def test_an_id_that_stands_in_two_lists_is_refused(rng, tmp_path):
     vectors = _clusters(rng, 64)
     path = tmp_path / "index.faiss"
-    LabelIndex.build(vectors, "ivf-pq", lists=4).save(path)
+    spec = IndexSpec.parse("IVF4,PQx4")
+    LabelIndex.build(vectors, spec).save(path)
     data = bytearray(path.read_bytes())
     for wrong in (10**9, -1, None):
         last = int.from_bytes(data[-8:], "little", signed=True)
         value = (last + 1) % 64 if wrong is None else wrong
         path.write_bytes(bytes(data[:-8]) + value.to_bytes(8, "little", signed=True))
         with pytest.raises(ArtifactError, match="each label once"):
-            LabelIndex.load(path, 64, DIM, "ivf-pq", IndexOptions(lists=4), vectors)
+            LabelIndex.load(path, 64, DIM, spec, vectors)
 
 
 @pytest.mark.parametrize("kind", sorted(COMPRESSED))
 def test_several_threads_search_at_once(rng, kind):
     vectors = _clusters(rng, LABELS)
     queries = _clusters(rng, 32)
-    index = LabelIndex.build(vectors, kind, **THOROUGH)
+    index = LabelIndex.build(vectors, IndexSpec(kind=kind, **THOROUGH))
     assert not wrong_in_threads(index, queries)
 
 
@@ -225,7 +293,7 @@ def test_several_threads_search_at_once(rng, kind):
 def test_one_query_and_many_at_once_are_answered_alike(rng, kind):
     vectors = _clusters(rng, LABELS)
     queries = _clusters(rng, 32)
-    index = LabelIndex.build(vectors, kind, rescore=2)
+    index = LabelIndex.build(vectors, IndexSpec(kind=kind, rescore=2))
     together = index.search(queries, 10)[1]
     expected = np.concatenate([index.search(queries[i : i + 1], 10)[1] for i in range(32)])
     assert np.array_equal(together, expected)
@@ -237,22 +305,22 @@ def test_many_lists(rng, tmp_path):
     """
     rows, queries = (rng.normal(size=(n, 16)).astype(np.float32) for n in (9600, 40))
     num = FLAT_CENTROIDS + 100
-    index = LabelIndex.build(rows, "ivf-pq", lists=num, code_dims=2, rescore=40)
+    factory = f"IVF{num},PQx4,dsub=2"
+    index = LabelIndex.build(rows, IndexSpec.parse(factory))
     assert index.stored.nlist == num
     wanted = slow_search(queries, rows, 10)[1]
-    assert recall(index.with_options(probes=num).search(queries, 10)[1], wanted) > 0.99
-    assert recall(index.with_options(probes=num // 4).search(queries, 10)[1], wanted) > 0.85
+    for probes, least in ((num, 0.99), (num // 4, 0.85)):
+        index.spec = IndexSpec.parse(factory, f"nprobe={probes},k_factor_rf=40")
+        assert recall(index.search(queries, 10)[1], wanted) > least
     index.save(tmp_path / "index.faiss")
-    loaded = LabelIndex.load(tmp_path / "index.faiss", 9600, 16, "ivf-pq", index.options, rows)
-    expected = index.search(queries, 10)[1]
-    assert np.array_equal(loaded.search(queries, 10)[1], expected)
+    loaded = LabelIndex.load(tmp_path / "index.faiss", 9600, 16, index.spec, rows)
+    assert np.array_equal(loaded.search(queries, 10)[1], index.search(queries, 10)[1])
 
 
 def test_labels_in_two_lists_each_as_in_older_bundles(rng, tmp_path):
-    kind = "ivf-pq"
     vectors = _clusters(rng, LABELS)
     queries = _clusters(rng, 20)
-    index = LabelIndex.build(vectors, kind, lists=20, rescore=3)
+    index = LabelIndex.build(vectors, IndexSpec.parse("IVF20,PQx4", "k_factor_rf=3"))
     stored = index.stored
     faiss = faiss_module()
     wide = np.pad(vectors, ((0, 0), (0, stored.d - DIM)))
@@ -260,7 +328,7 @@ def test_labels_in_two_lists_each_as_in_older_bundles(rng, tmp_path):
     rows = np.arange(LABELS)
     stored.add_core(LABELS, *(faiss.swig_ptr(array) for array in (wide, rows, second)))
     index.save(tmp_path / "index.faiss")
-    both = LabelIndex.load(tmp_path / "index.faiss", LABELS, DIM, kind, index.options, vectors)
+    both = LabelIndex.load(tmp_path / "index.faiss", LABELS, DIM, index.spec, vectors)
     assert both.num_labels == both.stored.ntotal == LABELS
     assert recall(both.search(queries, 15)[1], slow_search(queries, vectors, 15)[1]) > 0.9
 
@@ -288,13 +356,13 @@ def test_rows_of_a_space(rng, space, normalize, bias):
 def test_rows_of_half_precision(rng):
     vectors = _clusters(rng, LABELS)
     queries = _clusters(rng, 5)
-    index = LabelIndex.build(as_heads(vectors.astype(np.float16)), "pq", **THOROUGH)
+    index = LabelIndex.build(as_heads(vectors.astype(np.float16)), IndexSpec(kind="pq", **THOROUGH))
     assert index.search(queries, 5)[0].dtype == np.float32
     assert recall(index.search(queries, 5)[1], slow_search(queries, vectors, 5)[1]) > 0.9
 
 
 def test_automatic_lists_and_probes():
-    options = IndexOptions()
+    options = IndexSpec()
     assert [options.num_lists(n) for n in (1, 63, 12_941, 1_300_000)] == [1, 1, 202, 18_243]
-    assert IndexOptions(lists=4096).num_lists(1000) == 125
+    assert IndexSpec(lists=4096).num_lists(1000) == 125
     assert [options.num_probes(n) for n in (1, 202, 18_243)] == [1, 16, 1520]

@@ -10,11 +10,12 @@ from helpers.tiny_bundle import write_tiny_bundle
 
 from unidec import cli
 from unidec.bundle.bundle import Bundle
+from unidec.config.index_spec import KINDS, IndexSpec
 from unidec.ranking import index_tune
 from unidec.ranking.exact_index import ExactIndex
 from unidec.ranking.heads import as_heads
-from unidec.ranking.index import KINDS, LabelIndex, recall
-from unidec.ranking.index_tune import default_kinds, search_settings, tune
+from unidec.ranking.index import LabelIndex, recall
+from unidec.ranking.index_tune import FACTORIES, default_kinds, search_settings, tune
 
 pytest.importorskip("faiss")
 
@@ -26,7 +27,7 @@ def test_what_is_measured(rng, monkeypatch):
     cost = {"flat": 1.0, "pq": 0.01}
 
     def search(self: LabelIndex, queries: np.ndarray, k: int):
-        clock[0] += cost[self.kind] * (self.options.rescore if self.kind == "pq" else 1)
+        clock[0] += cost[self.spec.kind] * (self.spec.rescore if self.spec.kind == "pq" else 1)
         return real(self, queries, k)
 
     real = LabelIndex.search
@@ -35,15 +36,12 @@ def test_what_is_measured(rng, monkeypatch):
     vectors, queries = (rng.normal(size=(n, 32)).astype(np.float32) for n in (2500, 12))
     measured = tune(as_heads(vectors), queries, 100, ["flat", "pq"])
     chosen = min((one for one in measured if one.recall >= 0.97), key=lambda one: one.p50_ms)
-    assert chosen.kind == "pq"
-    expected = 10 * chosen.options["rescore"]
-    assert chosen.p50_ms == pytest.approx(expected)
-    best = LabelIndex.build(vectors, "pq", **chosen.options)
+    spec = IndexSpec.parse(chosen.factory, chosen.search)
+    assert spec.kind == "pq" and chosen.p50_ms == pytest.approx(10 * spec.rescore)
+    best = LabelIndex.build(vectors, spec)
     exact = ExactIndex(as_heads(vectors)).search(queries, 100)[1]
     assert recall(real(best, queries, 100)[1], exact) == chosen.recall
-    assert measured[0].kind == "flat"
-    assert measured[0].recall == 1.0
-    assert measured[0].options == {}
+    assert (measured[0].factory, measured[0].search, measured[0].recall) == ("Flat", "", 1.0)
     assert len(measured) == 1 + 3 * 6
 
 
@@ -54,17 +52,13 @@ def test_what_suits_the_number_of_labels():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_settings_go_from_quick_to_thorough(rng, kind):
-    index = LabelIndex.build(
-        rng.normal(size=(900, 8)).astype(np.float32),
-        kind,
-        lists=64,
-        links=4,
-    )
+    spec = IndexSpec(kind=kind, lists=64, links=4)
+    index = LabelIndex.build(rng.normal(size=(900, 8)).astype(np.float32), spec)
     found = search_settings(index, 20)
     assert all(found) or kind == "flat"
-    values = [tuple(reversed(setting.values())) for setting in found]
+    specs = [IndexSpec.parse(FACTORIES[kind][0], setting) for setting in found]
+    values = [(one.rescore, one.probes, one.search) for one in specs]
     assert values == sorted(set(values))
-    assert all(index.with_options(**setting) for setting in found)
     assert search_settings(index, 10_000)
 
 
@@ -87,16 +81,16 @@ def test_the_command(rng, tmp_path, monkeypatch, capsys):
 
     assert run("--kinds", "pq,flat", "--json", "--queries", "9") == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["chosen"]["recall"] == 1.0
-    assert found["queries"] == "3 queries"
-    assert found["params"]["index.kind"] == found["chosen"]["kind"]
+    assert found["chosen"]["recall"] == 1.0 and found["queries"] == "3 queries"
+    spec = IndexSpec.parse(found["chosen"]["factory"], found["chosen"]["search"])
+    assert spec.kind in ("pq", "flat")
     assert (
         min(found["measured"], key=lambda one: one["p50_ms"] if one["recall"] >= 0.98 else 1e9)
         == found["chosen"]
     )
     assert Bundle.load("bundle").sha256 == before
     assert run("--kinds", "flat", "--queries", "5") == 0
-    assert "for params.yaml: index: {kind: flat}" in capsys.readouterr().out
+    assert 'for params.yaml: index: {factory: "Flat", search: ""}' in capsys.readouterr().out
     assert run("--kinds", "tree") == 2
     assert "unknown kinds of index" in capsys.readouterr().err
     monkeypatch.setattr(index_tune, "recall", lambda *_: 0.5)

@@ -28,11 +28,7 @@ from unidec.data.storage import MANIFEST, write_folder, write_json
 from unidec.errors import ArtifactError
 from unidec.ranking.fusion import Fusion
 from unidec.ranking.heads import Floats, Heads, Space
-from unidec.ranking.index import (
-    REPLACED,
-    IndexOptions,
-    LabelIndex,
-)
+from unidec.ranking.index import LabelIndex
 from unidec.ranking.neighbours import Neighbours
 from unidec.ranking.ranker import Calibration
 
@@ -134,9 +130,9 @@ def write_bundle(
         width=index.dim,
         vectors={name: list(array.shape) for name, array in vectors.items()},
         estimated=list(labels.estimated),
-        index_kind=index.kind,
-        index_search=index.options.search,
-        index_options=index.options,
+        index_kind=index.spec.kind,
+        index_search=index.spec.search,
+        index_options=index.spec,
         index_bytes=1,
         **vars(scoring),
         **vars(facts),
@@ -156,7 +152,7 @@ def write_bundle(
         index.save(out.path / INDEX)
         info = info.model_copy(update={"index_bytes": (out.path / INDEX).stat().st_size})
         write_json(out.path / "bundle.json", info.model_dump())
-        out.meta.update(space=scoring.space, num_labels=index.num_labels, index=index.kind)
+        out.meta.update(space=scoring.space, num_labels=index.num_labels, index=index.spec.kind)
     return Path(path)
 
 
@@ -237,15 +233,10 @@ def read_index(root: Path, info: BundleInfo, heads: Heads) -> LabelIndex:
     Raises:
         ArtifactError: with the name of a file that is missing, damaged or inconsistent.
     """
-    options = info.index_options or IndexOptions(search=info.index_search)
-    kind: Any = REPLACED.get(info.index_kind, info.index_kind)
-    if info.index_nodes is not None:
-        kind = "pq"
-    if kind != info.index_kind:
-        return LabelIndex.build(heads, kind, **options.model_dump())
-    return LabelIndex.load(
-        root / INDEX, info.num_labels, info.width, kind=kind, options=options, vectors=heads
-    )
+    spec = info.index_spec
+    if spec.kind != info.index_kind:
+        return LabelIndex.build(heads, spec)
+    return LabelIndex.load(root / INDEX, info.num_labels, info.width, spec, heads)
 
 
 def _check_parts(info: BundleInfo, labels: pa.Table, voters: Neighbours | None) -> None:

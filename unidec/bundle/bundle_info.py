@@ -9,11 +9,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from unidec.config.index_spec import Count, CountOrZero, IndexOptions, IndexSpec, Kind
 from unidec.ranking.fusion import WORD_FEATURES, Fusion
 from unidec.ranking.heads import Space, width
-from unidec.ranking.index import Count, CountOrZero, IndexOptions, Kind, OldKind
 from unidec.ranking.neighbours import Neighbours, Vote
 from unidec.ranking.ranker import Calibration
+
+OldKind = Literal["sq8", "hnsw-sq8", "ivf-sq8"]
+_REPLACED: dict[str, Kind] = {"sq8": "pq", "hnsw-sq8": "pq", "ivf-sq8": "ivf-pq"}
+"""Index kinds of older bundles, and the kinds that replace them."""
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -77,14 +81,13 @@ class BundleInfo(BaseModel):
         index_kind, index_search: kind of index, and efSearch of HNSW.
         index_bytes: size of index.faiss.
         index_options: build and search options of the index; None in bundles older than format 4.
-        index_nodes: unused; in older bundles, number of nodes of a graph from which labels were
-        removed.
+        index_nodes: in older bundles, number of nodes of a graph from which labels were removed.
         estimated: row ranges [begin, end) of labels added after the training, whose classifier rows
             and biases are estimates (label_change.py).
         knn: votes of similar training queries; None: none vote.
         fusion: ranks in place of the blend of heads and votes; None: the blend ranks.
         calibration: maps scores to probabilities; None: not fitted.
-        default_k, max_k: unused; older bundles have them.
+        default_k, max_k: unused and no longer written; older bundles have them.
         text: text of a query on which the model was trained: "title" or "title+content".
         dataset: name and sha256 of the data set. metrics: summary of the metrics. params: all
         training parameters.
@@ -109,8 +112,8 @@ class BundleInfo(BaseModel):
     knn: KnnInfo | None = None
     fusion: Fusion | None = None
     calibration: Calibration | None = None
-    default_k: Count = 5
-    max_k: Count = 100
+    default_k: Count = Field(5, exclude=True)
+    max_k: Count = Field(100, exclude=True)
     text: str
     dataset: dict[str, Any]
     metrics: dict[str, Any]
@@ -158,6 +161,17 @@ class BundleInfo(BaseModel):
             expected = len(WORD_FEATURES) * (2 if knn.word_head else 1)
             if num != expected:
                 raise ValueError(f"the word network has {num} features, expected {expected}")
+
+    @property
+    def index_spec(self) -> IndexSpec:
+        """Kind and numbers of the index that answers. If the kind is not `index_kind`, the stored
+        index is obsolete, or a graph from which labels were removed.
+        """
+        kind: Any = _REPLACED.get(self.index_kind, self.index_kind)
+        if self.index_nodes is not None:
+            kind = "pq"
+        options = self.index_options or IndexOptions(search=self.index_search)
+        return IndexSpec(kind=kind, **options.model_dump())
 
     @property
     def has_label_words(self) -> bool:

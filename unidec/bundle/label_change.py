@@ -286,7 +286,7 @@ def with_labels(
             scoring = replace(scoring, knn=knn)
     vectors, estimated_L = _changed_vectors(bundle, change)
     heads = Heads(vectors, info.space, info.clf_normalize)
-    index = LabelIndex.build(heads, bundle.index.kind, **bundle.index.options.model_dump())
+    index = LabelIndex.build(heads, bundle.index.spec)
     labels = BundleLabels(change.uids, change.titles, vectors, _ranges(estimated_L))
     facts = Facts(
         text=info.text,

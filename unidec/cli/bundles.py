@@ -166,7 +166,7 @@ add_stage(
     "build",
     "index",
     "Encode the labels and build the search index: outputs/bundle.",
-    "--set index.kind=pq",
+    "--set index.factory=PQx4",
 )
 
 
@@ -196,7 +196,7 @@ def tune(
 
 
 def _tuned(found: Tuned) -> list[str]:
-    names = ["kind", "options", "recall", "p50_ms", "p99_ms", "index_bytes", "build_seconds"]
+    names = ["factory", "search", "recall", "p50_ms", "p99_ms", "index_bytes", "build_seconds"]
     rows = [[_cell(getattr(one, name)) for name in names] for one in found.measured]
     lines = table(names, rows)
     lines.append(
@@ -205,8 +205,7 @@ def _tuned(found: Tuned) -> list[str]:
     if found.chosen is None:
         missed = f"no measured kind reaches a recall of {found.wanted:.2%}"
         return [*lines, f"{missed}: try --kinds flat"]
-    params = {key.removeprefix("index."): value for key, value in found.params.items()}
-    keys = ", ".join(f"{key}: {value}" for key, value in params.items())
+    keys = f'factory: "{found.chosen.factory}", search: "{found.chosen.search}"'
     advice = f"for params.yaml: index: {{{keys}}}; then rebuild the bundle: `unidec index build`"
     return [*lines, advice]
 

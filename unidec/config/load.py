@@ -37,11 +37,24 @@ MEANT = {("data.format", kind): "tables" for kind in ("csv", "tsv", "jsonl", "pa
 other.
 """
 
-MOVED = {"retrain.notify": "a Prefect automation on unidec.* events and failed runs"} | {
+MOVED = {
+    "retrain.notify": "a Prefect automation on unidec.* events and failed runs",
+    "index.kind": "index.factory: Flat (instead of flat), PQx4 (pq, sq8, hnsw-sq8), HNSW32 (hnsw) "
+    'or "IVF,PQx4" (ivf-pq, ivf-sq8)',
+    "index.hnsw_links": "index.factory: HNSW{}",
+    "index.hnsw_build": 'index.factory: "HNSW32,efConstruction={}"',
+    "index.hnsw_search": "index.search: efSearch={}",
+    "index.ivf_lists": 'index.factory: "IVF{},PQx4"',
+    "index.ivf_probes": "index.search: nprobe={}",
+    "index.pq_dims": 'index.factory: "PQx4,dsub={0}" or "IVF,PQx4,dsub={0}"',
+    "index.rescore": "index.search: k_factor_rf={}",
+} | {
     f"validation.{name}_severity": f'in one value with the share: validation.{name}: "0.01 warn"'
     for name in Validation.model_fields
 }
-"""Keys that an earlier version had, with the new place and form of what they said."""
+"""Keys that an earlier version had, with the new place and form of what they said; {} is their
+value.
+"""
 
 _RECIPES = resources.files("unidec") / "recipes"
 KeyPath = tuple[str, ...]
@@ -369,7 +382,8 @@ def _no_such_key(key: str, value: Any, origin: dict[str, str]) -> str:
     """Text about an unknown key, with the valid key that was probably meant."""
     got = short(value)
     if key in MOVED:
-        return problem(key, "a key of an earlier version", got, None, origin, fix=MOVED[key])
+        fix = MOVED[key].format(value) if value else "remove it: it says nothing"
+        return problem(key, "a key of an earlier version", got, None, origin, fix=fix)
     first, _, name = key.rpartition(".")
     section = _section(first or name)
     listed = ", ".join((section or Params).model_fields)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
+from unidec.config.index_spec import IndexSpec
 from unidec.config.section import (
     BelowOne,
     Conflict,
@@ -20,6 +21,7 @@ from unidec.config.section import (
     Share,
     key,
 )
+from unidec.errors import ConfigError
 from unidec.metric_names import metric_names
 
 
@@ -35,37 +37,22 @@ def _known_metric(name: str) -> str:
 Metric = Annotated[str, AfterValidator(_known_metric)]
 
 
-def _not_removed(kind: object) -> object:
-    """Raises an error that names the replacement of a removed index kind."""
-    replacement = {"sq8": "pq", "hnsw-sq8": "pq or hnsw", "ivf-sq8": "ivf-pq"}.get(str(kind))
-    if replacement:
-        raise PydanticCustomError(
-            "index_kind", "{text}", {"text": f"{replacement}, which replaces it"}
-        )
-    return kind
-
-
-IndexKind = Annotated[Literal["flat", "pq", "hnsw", "ivf-pq"], BeforeValidator(_not_removed)]
-
-
 class Index(Section):
     """The label index, and how the scores of both heads are combined."""
 
     decides: ClassVar[tuple[Result, ...]] = ("index",)
 
-    kind: IndexKind = key(
-        "flat", "kind of faiss index (flat: exact); `unidec index tune` measures recall and speed"
+    factory: str = key(
+        "Flat",
+        'faiss factory string: Flat (exact), PQx4, HNSW32 or "IVF,PQx4" (docs/bundles.md); '
+        "`unidec index tune` measures recall and speed",
+    )
+    search: str = key(
+        "",
+        'faiss search settings, such as "nprobe=32,k_factor_rf=8" or efSearch=200; those left '
+        "out are chosen",
     )
     space: Literal["both", "de", "clf"] = key("both", "which head's vectors are searched")
-    hnsw_links: Count = key(32, "hnsw: links per label (M)")
-    hnsw_build: Count = key(200, "hnsw: candidates when the index is built (efConstruction)")
-    hnsw_search: Count = key(200, "hnsw: candidates per search (efSearch)")
-    ivf_lists: CountOrZero = key(
-        0, "ivf-pq: number of lists; 0: 16 x sqrt(labels), of at least 64 labels each"
-    )
-    ivf_probes: CountOrZero = key(0, "ivf-pq: lists probed per search; 0: a 12th of them")
-    pq_dims: Count = key(4, "pq, ivf-pq: dimensions per 4-bit code")
-    rescore: Count = key(8, "pq, ivf-pq: candidates per requested label that are rescored exactly")
     clf_weight: Positive | Literal["auto"] = key(
         1.0, "weight of the classifier's score; auto: tuned on validation"
     )
@@ -92,6 +79,10 @@ class Index(Section):
     )
 
     def conflicts(self) -> Iterator[Conflict]:
+        try:
+            IndexSpec.parse(self.factory, self.search)
+        except ConfigError as error:
+            yield Conflict(str(error.where), error.what, str(error.expected))
         if self.fuses and self.knn_by != "words":
             yield Conflict(
                 "index.fusion index.knn_by",

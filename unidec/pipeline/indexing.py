@@ -15,6 +15,7 @@ from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import BundleLabels, Facts, Scoring, write_bundle
 from unidec.bundle.bundle_info import KnnInfo
 from unidec.config import Params, recorded
+from unidec.config.index_spec import KINDS, IndexSpec, Kind
 from unidec.data.dataset import Split, Text
 from unidec.data.profile import PROFILE_KEY, profile_dataset
 from unidec.errors import ConfigError
@@ -25,21 +26,11 @@ from unidec.model.unidec import UniDEC
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import Ranking, fused, training_neighbours, tuned_blend
 from unidec.ranking.calibration import LEAST_RELEVANT, fit_calibration
-from unidec.ranking.index import KINDS, Kind, LabelIndex
+from unidec.ranking.index import LabelIndex
 from unidec.ranking.index_tune import Measured, default_kinds, tune
 from unidec.ranking.ranker import Ranker
 from unidec.training.precision import choose_device
 
-OPTION_KEYS = {
-    "links": "hnsw_links",
-    "build": "hnsw_build",
-    "search": "hnsw_search",
-    "lists": "ivf_lists",
-    "probes": "ivf_probes",
-    "code_dims": "pq_dims",
-    "rescore": "rescore",
-}
-"""Field of `IndexOptions` -> its key in the section `index`."""
 CALIBRATED = 10  # predictions per query that the calibration is fitted to: those that users look at
 
 
@@ -69,8 +60,7 @@ class Tuned:
     Attributes:
         k: results per query. wanted: recall of the first k, 0 to 1. queries: a description of the
         queries.
-        chosen: the fastest kind that reaches the wanted recall; None: none does. params: its keys
-        for params.yaml.
+        chosen: the fastest index that reaches the wanted recall; None: none does.
     """
 
     bundle: str
@@ -80,7 +70,6 @@ class Tuned:
     queries: str
     measured: list[Measured]
     chosen: Measured | None
-    params: dict[str, str | int]
 
 
 def index(params: Params) -> Indexed:
@@ -110,8 +99,8 @@ def index(params: Params) -> Indexed:
         what = f"fewer than {LEAST_RELEVANT} predictions of the validation queries are relevant"
         print(f"no probabilities: {what}", file=sys.stderr)  # stdout is for the printed result
     heads = ranking.heads(settings, blend.clf_weight)
-    options = {name: getattr(settings, key) for name, key in OPTION_KEYS.items()}
-    label_index = LabelIndex.build(heads, settings.kind, show=True, **options)
+    spec = IndexSpec.parse(settings.factory, settings.search)
+    label_index = LabelIndex.build(heads, spec, show=True)
     voting = knn = voters = None
     if neighbours is not None and (blend.knn_weight or blend.fusion):
         voting = ranking.voting(neighbours, settings.knn_neighbours)
@@ -205,11 +194,6 @@ def index_tune(
     measured = tune(bundle.ranker.heads, queries, k, kinds_to_measure, threads)
     enough = [one for one in measured if one.recall >= wanted]
     chosen = min(enough, key=lambda one: one.p50_ms, default=None)
-    keys: dict[str, str | int] = {}
-    if chosen is not None:
-        keys["index.kind"] = chosen.kind
-        for name, value in chosen.options.items():
-            keys[f"index.{OPTION_KEYS[name]}"] = value
     return Tuned(
         bundle=str(source),
         labels=bundle.num_labels,
@@ -218,7 +202,6 @@ def index_tune(
         queries=description,
         measured=measured,
         chosen=chosen,
-        params=keys,
     )
 
 

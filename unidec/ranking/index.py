@@ -1,14 +1,8 @@
-"""Search for the labels with the largest inner product, with one of several kinds of index, and
-recall of that search.
+"""Search for the labels with the largest inner product, with one of the kinds of index of
+`config/index_spec.py`, and recall of that search.
 
-    kind     stored for each label                   labels compared with a query     scores
-    flat     float32 vector                          all                              exact
-    pq       a 4-bit code per `code_dims` dimensions all                              two stages
-    hnsw     float32 vector and graph links          those reached by a walk          exact
-    ivf-pq   codes as pq, in inverted lists          those in the nearest `probes`    two stages
-
-All kinds but flat can miss labels. Two stages: codes select candidates, which are then scored
-exactly with the float32 vectors (`Heads`). Codes are searched with faiss's fast scan: files hold
+All kinds but flat can miss labels. All scores are exact: codes select candidates, which are then
+scored with the float32 vectors (`Heads`). Codes are searched with faiss's fast scan: files hold
 them in faiss's plain layout, and loading packs them.
 
 Legend: L labels, B and N queries, K results, C candidates, P rows, D width of the searched space
@@ -18,18 +12,16 @@ Legend: L labels, B and N queries, K results, C candidates, P rows, D width of t
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import itertools
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
 
+from unidec.config.index_spec import COMPRESSED, FLAT, IndexSpec, Kind
 from unidec.cores import num_threads
 from unidec.data.storage import write_file
 from unidec.model.faiss_library import faiss_module
@@ -37,13 +29,6 @@ from unidec.progress import progress
 from unidec.ranking.candidates import first_keys
 from unidec.ranking.faiss_file import read_index_file
 from unidec.ranking.heads import Floats, Heads, Rows, as_heads
-
-Kind = Literal["flat", "pq", "hnsw", "ivf-pq"]
-OldKind = Literal["sq8", "hnsw-sq8", "ivf-sq8"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-REPLACED: dict[str, Kind] = {"sq8": "pq", "hnsw-sq8": "pq", "ivf-sq8": "ivf-pq"}
-"""Index kinds of older bundles, and the kinds that replace them."""
-COMPRESSED: frozenset[Kind] = frozenset({"pq", "ivf-pq"})
 
 LEAST_CANDIDATES = 64
 """Fewest candidates that are scored exactly, even for one result: cheap, and a wrong first label is
@@ -64,9 +49,6 @@ _ROUNDS = 10  # k-means iterations; faiss's default of 25 takes longer and gives
 _CODES = 16  # values of a 4-bit code
 _FIRST_MORE = 32  # labels that are searched beyond k if labels are excluded
 
-Count = Annotated[int, Field(ge=1, le=1 << 40)]
-CountOrZero = Annotated[int, Field(ge=0, le=1 << 40)]
-
 
 @contextlib.contextmanager
 def faiss_threads(threads: int, faiss: Any = None) -> Iterator[None]:
@@ -81,68 +63,24 @@ def faiss_threads(threads: int, faiss: Any = None) -> Iterator[None]:
         faiss.omp_set_num_threads(before)
 
 
-class IndexOptions(BaseModel):
-    """Build and search options of an index; options that a kind does not use are ignored.
-
-    Attributes:
-        links, build, search: M, efConstruction and efSearch of HNSW.
-        lists: number of inverted lists; 0: chosen by `num_lists`.
-        copies: unused, but present in older bundles.
-        probes: lists that a search scans; 0: chosen by `num_probes`.
-        code_dims: dimensions that share a 4-bit code.
-        rescore: candidates per result that are scored exactly.
+def empty_index(spec: IndexSpec, dim: int, num_labels: int) -> Any:
+    """An empty faiss index for vectors of width `dim`; for coded kinds padded to a multiple of
+    `code_dims`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    links: Count = 32
-    build: Count = 200
-    search: Count = 200
-    lists: CountOrZero = 0
-    copies: Annotated[int, Field(ge=0, le=2)] = 0
-    probes: CountOrZero = 0
-    code_dims: Count = 4
-    rescore: Count = 8
-
-    def num_lists(self, num_labels: int) -> int:
-        """Number of lists: `lists`, or 16 sqrt(L) with at least 64 labels per list. Capped at L /
-        8.
-        """
-        most = num_labels // 8
-        if self.lists:
-            return max(1, min(self.lists, most))
-        auto = round(16 * math.sqrt(num_labels))
-        return max(1, min(auto, num_labels // 64))
-
-    def num_probes(self, num_lists: int) -> int:
-        """Number of lists that a search scans: `probes`, or a twelfth of the lists but
-        at least 8.
-        """
-        return min(self.probes or max(8, num_lists // 12), num_lists)
-
-    def empty(self, kind: Kind, dim: int, num_labels: int) -> Any:
-        """An empty faiss index for vectors of width `dim`; for coded kinds padded to a multiple of
-        `code_dims`.
-
-        Raises:
-            ValueError: an unknown kind.
-        """
-        faiss = faiss_module()
-        pieces = -(-dim // self.code_dims)
-        factory = {
-            "flat": "Flat",
-            "pq": f"PQ{pieces}x4np",
-            "hnsw": f"HNSW{self.links},Flat",
-            "ivf-pq": f"IVF{self.num_lists(num_labels)},PQ{pieces}x4np",
-        }
-        if kind not in factory:
-            raise ValueError(f"unknown kind of index {kind!r}, expected one of {', '.join(KINDS)}")
-        width = pieces * self.code_dims if kind in COMPRESSED else dim
-        index = faiss.index_factory(width, factory[kind], faiss.METRIC_INNER_PRODUCT)
-        if kind == "hnsw":
-            index.hnsw.efConstruction = self.build
-            index.hnsw.efSearch = self.search
-        return index
+    faiss = faiss_module()
+    pieces = -(-dim // spec.code_dims)
+    factory = {
+        "flat": "Flat",
+        "pq": f"PQ{pieces}x4np",
+        "hnsw": f"HNSW{spec.links},Flat",
+        "ivf-pq": f"IVF{spec.num_lists(num_labels)},PQ{pieces}x4np",
+    }
+    width = pieces * spec.code_dims if spec.kind in COMPRESSED else dim
+    index = faiss.index_factory(width, factory[spec.kind], faiss.METRIC_INNER_PRODUCT)
+    if spec.kind == "hnsw":
+        index.hnsw.efConstruction = spec.build
+        index.hnsw.efSearch = spec.search
+    return index
 
 
 class LabelIndex:
@@ -156,7 +94,7 @@ class LabelIndex:
         data: the buffer that `index` has views into, kept alive.
 
     Attributes:
-        kind, options: kind of index, and its build and search options.
+        spec: kind of the index and its numbers; those of a search may be replaced.
         vectors: label vectors that score the candidates; None if the index itself holds the
         vectors.
         stored: the faiss index as written to a file.
@@ -167,23 +105,22 @@ class LabelIndex:
     def __init__(
         self,
         index: Any,
-        kind: Kind,
-        options: IndexOptions,
+        spec: IndexSpec,
         vectors: Heads | None = None,
         data: Any = None,
     ) -> None:
-        if kind in COMPRESSED and vectors is None:
+        is_compressed = spec.kind in COMPRESSED
+        if is_compressed and vectors is None:
             raise ValueError(
-                f"an index of kind {kind!r} needs the labels' vectors to score candidates"
+                f"an index of kind {spec.kind!r} needs the labels' vectors to score candidates"
             )
-        self.kind = kind
-        self.options = options
+        self.spec = spec
         self.threads = 0
         self._faiss = faiss_module()
-        self.vectors = vectors if kind in COMPRESSED else None
+        self.vectors = vectors if is_compressed else None
         self.stored = index
         self._data = data
-        self._index = _searchable(index, kind)
+        self._index = _searchable(index, spec.kind)
         self.num_labels = int(index.ntotal)
         self.dim = int(index.d) if vectors is None else vectors.shape[1]
 
@@ -191,47 +128,44 @@ class LabelIndex:
     def build(
         cls,
         vectors_LD: Floats | Heads,
-        kind: Kind = "flat",
+        spec: IndexSpec = FLAT,
         threads: int = 1,
         show: bool = False,
-        **options: int,
     ) -> LabelIndex:
         """Index label vectors.
 
         Args:
             vectors_LD: float32 [L, D], finite, or `Heads`, which compute rows on demand; a
                 compressed kind keeps them to score candidates.
-            kind: one of `KINDS`.
+            spec: kind of the index and its numbers.
             threads: threads that build the index, 0 for faiss's default; with more than one, an
                 HNSW graph is not reproducible.
             show: print progress.
-            options: fields of `IndexOptions`.
 
         Raises:
-            ValueError: there are no labels, a number is not finite, or the kind is unknown.
+            ValueError: there are no labels, or a number is not finite.
             UnidecError: faiss is not installed.
         """
         vectors = as_heads(vectors_LD)
-        settings = IndexOptions(**options)
         num_labels, dim = vectors.shape
         if not num_labels:
             raise ValueError("vectors_LD must hold at least one label")
-        index = settings.empty(kind, dim, num_labels)
+        index = empty_index(spec, dim, num_labels)
         with contextlib.ExitStack() as stack:
             stack.enter_context(faiss_threads(threads))
             if show:
                 bar = stack.enter_context(
-                    progress(total=num_labels, desc=f"index {kind}", unit="label")
+                    progress(total=num_labels, desc=f"index {spec.kind}", unit="label")
                 )
             if not index.is_trained:
-                _train(index, kind, vectors)
-            step = _GRAPH_ROWS_AT_ONCE if kind == "hnsw" else ROWS_AT_ONCE
+                _train(index, vectors)
+            step = _GRAPH_ROWS_AT_ONCE if spec.kind == "hnsw" else ROWS_AT_ONCE
             for start in range(0, num_labels, step):
                 rows = np.arange(start, min(start + step, num_labels))
                 index.add(_checked_rows(vectors, rows, index.d))
                 if show:
                     bar.update(len(rows))
-        return cls(index, kind, settings, vectors)
+        return cls(index, spec, vectors)
 
     def search(
         self, queries_BD: Floats, k: int, rescore: int = 0, excluded: Rows | None = None
@@ -244,7 +178,7 @@ class LabelIndex:
         Args:
             queries_BD: float32 [B, D], finite.
             k: at least 1; may exceed L.
-            rescore: candidates per result that are scored exactly; 0: `options.rescore`.
+            rescore: candidates per result that are scored exactly; 0: `spec.rescore`.
             excluded: int64, unique keys query * L + label of pairs that are not returned.
 
         Returns:
@@ -280,7 +214,7 @@ class LabelIndex:
         num_results = min(k, self.num_labels)
         num = num_results
         if self.vectors is not None:
-            num = max(LEAST_CANDIDATES, (rescore or self.options.rescore) * num_results)
+            num = max(LEAST_CANDIDATES, (rescore or self.spec.rescore) * num_results)
         score_BC, rows_BC = self._candidates(queries_BD, min(num, self.num_labels))
         if self.vectors is not None:
             score_BC = self._exact_scores(queries_BD, rows_BC)
@@ -331,12 +265,6 @@ class LabelIndex:
             padded = _padded(queries_BD, self._index.d)
             return self._index.search(padded, num, params=self._search_params(num))
 
-    def with_options(self, **changes: int) -> LabelIndex:
-        """The same index with another `search`, `probes` or `rescore`. Nothing is copied."""
-        other = copy.copy(self)
-        other.options = IndexOptions(**self.options.model_dump() | changes)
-        return other
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the index in faiss's format, atomically (`write_file`)."""
         with write_file(path) as file:
@@ -351,8 +279,7 @@ class LabelIndex:
         path: str | os.PathLike[str],
         num_labels: int,
         dim: int,
-        kind: Kind = "flat",
-        options: IndexOptions | None = None,
+        spec: IndexSpec = FLAT,
         vectors: Floats | Heads | None = None,
     ) -> LabelIndex:
         """Load an index, which must hold `num_labels` vectors of width `dim`.
@@ -367,27 +294,26 @@ class LabelIndex:
             ValueError: a compressed kind without `vectors`.
             UnidecError: faiss is not installed.
         """
-        options = options or IndexOptions()
         heads = None if vectors is None else as_heads(vectors)
-        like = options.empty(kind, dim, num_labels)
+        like = empty_index(spec, dim, num_labels)
         index, data = read_index_file(Path(path), like, num_labels)
         if heads is not None and index.ntotal > num_labels:
-            return cls.build(heads, kind, **options.model_dump())
-        return cls(index, kind, options, heads, data)
+            return cls.build(heads, spec)
+        return cls(index, spec, heads, data)
 
     def _search_params(self, num: int) -> Any:
         """faiss search parameters; passed per search, because settings of the index are shared
         between threads.
         """
         faiss = self._faiss
-        if self.kind == "hnsw":
-            return faiss.SearchParametersHNSW(efSearch=max(self.options.search, num))
-        if self.kind != "ivf-pq":
+        if self.spec.kind == "hnsw":
+            return faiss.SearchParametersHNSW(efSearch=max(self.spec.search, num))
+        if self.spec.kind != "ivf-pq":
             return None
         lists = self._index.nlist
         # lists that hold twice the candidates if equally long
         enough = -(-2 * num * lists // self.num_labels)
-        probes = max(self.options.num_probes(lists), enough)
+        probes = max(self.spec.num_probes(lists), enough)
         return faiss.SearchParametersIVF(nprobe=min(lists, probes))
 
 
@@ -439,12 +365,11 @@ def _checked_rows(vectors: Heads, rows_P: Rows, width: int) -> Floats:
     return _padded(array, width)
 
 
-def _train(index: Any, kind: Kind, vectors: Heads) -> None:
+def _train(index: Any, vectors: Heads) -> None:
     """Train the centroids on a sample of the rows; the sample is the same for each build."""
     num_labels = vectors.num_labels
-    num_rows = _TRAINING_ROWS
-    if kind == "ivf-pq":
-        num_rows = max(num_rows, _ROWS_A_LIST * index.nlist)
+    num_lists = getattr(index, "nlist", 0)
+    num_rows = max(_TRAINING_ROWS, _ROWS_A_LIST * num_lists)
     rows = np.arange(num_labels)
     if num_rows < num_labels:
         generator = np.random.default_rng(0)
@@ -452,19 +377,17 @@ def _train(index: Any, kind: Kind, vectors: Heads) -> None:
     sample = _checked_rows(vectors, rows, index.d)
     if len(sample) < _CODES:
         sample = np.resize(sample, (_CODES, index.d))  # faiss requires a row for each centroid
-    clusterings = [index.pq.cp]
-    if kind == "ivf-pq":
-        clusterings.append(index.cp)
+    clusterings = [index.pq.cp, index.cp] if num_lists else [index.pq.cp]
     for clustering in clusterings:
         clustering.niter = _ROUNDS
         clustering.min_points_per_centroid = 1
-    if kind == "ivf-pq" and index.nlist > FLAT_CENTROIDS:  # two-level k-means
+    if num_lists > FLAT_CENTROIDS:  # two-level k-means
         from faiss.contrib.clustering import two_level_clustering
 
         centroids, _ = two_level_clustering(
             sample,
-            round(index.nlist**0.5),
-            index.nlist,
+            round(num_lists**0.5),
+            num_lists,
             clustering_niter=_ROUNDS,
             spherical=True,
             min_points_per_centroid=1,

@@ -1,4 +1,4 @@
-"""Measures index kinds and their settings on given labels and queries, to find the fastest one with
+"""Measures indexes and their searches on given labels and queries, to find the fastest one with
 enough recall.
 
 Legend: L labels, N queries, K results, D' width of the searched space.
@@ -13,17 +13,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from unidec.config.index_spec import KINDS, IndexSpec, Kind
 from unidec.model.faiss_library import faiss_module
 from unidec.progress import progress
 from unidec.ranking.exact_index import ExactIndex
 from unidec.ranking.heads import Floats, Heads, Rows
-from unidec.ranking.index import KINDS, Kind, LabelIndex, recall
+from unidec.ranking.index import LabelIndex, recall
 
 GRAPH_LABELS = 200_000
 """Above this number of labels, HNSW is measured only on request: a graph takes hours to build."""
 LIST_LABELS = 5_000
 """Below this number of labels, inverted lists are not measured."""
-CODE_DIMS: dict[Kind, tuple[int, ...]] = {"pq": (8, 4, 2), "ivf-pq": (4, 2)}
+FACTORIES: dict[Kind, tuple[str, ...]] = {
+    "flat": ("Flat",),
+    "pq": ("PQx4,dsub=8", "PQx4", "PQx4,dsub=2"),
+    "hnsw": ("HNSW32",),
+    "ivf-pq": ("IVF,PQx4", "IVF,PQx4,dsub=2"),
+}
+"""The indexes that are measured."""
 _WARM_UP = 20
 
 
@@ -32,15 +39,15 @@ class Measured:
     """Measurements of one setting.
 
     Attributes:
-        options: fields of `IndexOptions` that were set.
+        factory, search: values of `index.factory` and `index.search`.
         recall: of the first K labels against exact search, 0 to 1.
         p50_ms, p99_ms: percentiles of the time to search one query.
         index_bytes: size of the index file, without the vectors for exact scores.
         build_seconds: time to build the index.
     """
 
-    kind: Kind
-    options: dict[str, int]
+    factory: str
+    search: str
     recall: float
     p50_ms: float
     p99_ms: float
@@ -57,7 +64,7 @@ def default_kinds(num_labels: int) -> tuple[Kind, ...]:
 def tune(
     vectors: Heads, queries_ND: Floats, k: int, kinds: Iterable[Kind], threads: int = 1
 ) -> list[Measured]:
-    """Measure each kind with each of its settings.
+    """Measure the indexes of these kinds with each of their searches.
 
     Args:
         vectors: label vectors.
@@ -66,25 +73,22 @@ def tune(
         threads: threads of builds and searches.
     """
     _, exact_NK = ExactIndex(vectors).search(queries_ND, k)
-    builds: list[tuple[Kind, dict[str, int]]] = []
-    for kind in kinds:
-        if kind not in CODE_DIMS:
-            builds.append((kind, {}))
-        builds += [(kind, {"code_dims": dims}) for dims in CODE_DIMS.get(kind, ())]
+    factories = [factory for kind in kinds for factory in FACTORIES[kind]]
     measured: list[Measured] = []
-    for kind, build in progress(builds, desc="index tune", unit="build"):
+    for factory in progress(factories, desc="index tune", unit="build"):
         start = time.perf_counter()
-        index = LabelIndex.build(vectors, kind, threads, **build)
+        index = LabelIndex.build(vectors, IndexSpec.parse(factory), threads)
         seconds = time.perf_counter() - start
         num_bytes = int(faiss_module().serialize_index(index.stored).nbytes)
         index.threads = threads
-        for settings in search_settings(index, k):
-            found_NK, times_N = _timed(index.with_options(**settings), queries_ND, k)
+        for search in search_settings(index, k):
+            index.spec = IndexSpec.parse(factory, search)
+            found_NK, times_N = _timed(index, queries_ND, k)
             p50, p99 = np.percentile(times_N, [50, 99]).tolist()
             measured.append(
                 Measured(
-                    kind=kind,
-                    options=build | settings,
+                    factory=factory,
+                    search=search,
                     recall=recall(found_NK, exact_NK),
                     p50_ms=p50,
                     p99_ms=p99,
@@ -107,21 +111,22 @@ def _timed(index: LabelIndex, queries_ND: Floats, k: int) -> tuple[Rows, list[fl
     return np.concatenate(rows[-num_queries:]), times[-num_queries:]
 
 
-def search_settings(index: LabelIndex, k: int) -> list[dict[str, int]]:
-    """Settings from fast to thorough: number of candidates scored exactly, and for probes and
+def search_settings(index: LabelIndex, k: int) -> list[str]:
+    """Search strings from fast to thorough: number of candidates scored exactly, and for nprobe and
     efSearch the ranges of faiss's `ParameterSpace`.
     """
-    if index.kind == "flat":
-        return [{}]
-    if index.kind == "pq":
-        return [{"rescore": factor} for factor in (1, 2, 4, 8, 16, 32)]
-    if index.kind == "hnsw":
-        return [{"search": width} for width in _powers_of_two(max(k, 4), 512) or [k]]
+    kind = index.spec.kind
+    if kind == "flat":
+        return [""]
+    if kind == "pq":
+        return [f"k_factor_rf={factor}" for factor in (1, 2, 4, 8, 16, 32)]
+    if kind == "hnsw":
+        return [f"efSearch={width}" for width in _powers_of_two(max(k, 4), 512) or [k]]
     lists = index.stored.nlist
     least = max(1, lists // 64)
     probes = _powers_of_two(least, min(lists - 1, 4096)) or [least]
     settings = itertools.product((1, 2, 4, 8), probes)
-    return [{"probes": number, "rescore": factor} for factor, number in settings]
+    return [f"nprobe={number},k_factor_rf={factor}" for factor, number in settings]
 
 
 def _powers_of_two(least: int, most: int) -> list[int]:

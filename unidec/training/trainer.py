@@ -286,7 +286,7 @@ class Trainer:
                     bar.note(f"loss {logs['loss']:.3f}")
                     if on_log is not None and self.ranks.is_first:
                         on_log(self.at.step - 1, logs)
-                # what one rank is told, all do
+                # all ranks stop and save together
                 asked = stop.asked is not None
                 stopping, due = self.ranks.any(asked, self._save_is_due())
                 if stopping or due or self.at.epoch == until:
@@ -389,7 +389,7 @@ class Trainer:
         return self.figures(batch, losses, norm)
 
     def _seed_dropout(self) -> None:
-        """Ranks must draw different dropout masks; the first goes on with the run's generator."""
+        """Ranks must draw different dropout masks; the first keeps the run's generator."""
         if not self.ranks.is_first:
             seed = self.settings.seed % 2**63
             stream = np.random.SeedSequence([seed, self.ranks.rank, self.at.step])
