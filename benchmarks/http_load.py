@@ -81,6 +81,13 @@ class Connection:
         """Whether no further request would be answered."""
         return self._is_last or self._writer.is_closing() or self._reader.at_eof()
 
+    async def usable(self, port: int) -> Connection:
+        """Itself, or a new one where no further request would be answered."""
+        if not self.closed:
+            return self
+        self.close()
+        return await Connection.open(port)
+
     async def ask(self, data: bytes) -> Answer:
         """Send a request and wait for its answer; status 0 where the connection ends first."""
         self.send(data)
@@ -229,8 +236,7 @@ async def closed_loop(
             sent = time.perf_counter()
             answer = await connection.ask(data)
             measured.take(answer, 1000 * (time.perf_counter() - sent))
-            if connection.closed:
-                connection = await Connection.open(port)
+            connection = await connection.usable(port)
             if pause:
                 await asyncio.sleep(pause)
         connection.close()
@@ -265,15 +271,13 @@ async def open_loop(
     running: set[asyncio.Task[None]] = set()
 
     async def exchange(connection: Connection, due: float) -> None:
-        if connection.closed:  # by the server: it was not used for long
-            connection = await Connection.open(port)
+        connection = await connection.usable(port)  # it may not have been used for long
         while True:
             sent = time.perf_counter()
             answer = await connection.ask(next(requests))
             done = time.perf_counter()
             measured.take(answer, 1000 * (done - begun - due), 1000 * (done - sent))
-            if connection.closed:
-                connection = await Connection.open(port)
+            connection = await connection.usable(port)
             if not backlog:
                 free.append(connection)
                 return

@@ -36,8 +36,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
-from measure import MIB, machine, status
-from scale import table
+from measure import MIB, machine, status, table
 from synthetic import Synthetic, Words, texts
 
 from unidec.data.storage import write_json

@@ -439,7 +439,8 @@ def test_each_parameter_says_once_what_it_decides() -> None:
         assert set(results) <= set(get_args(config.Result)), key
         # a key that decides is more than operation
         assert "operation" not in results or results == ("operation",), key
-    assert decides["optim.epochs"] == ("training",) and decides["index.factory"] == ("index",)
+    assert decides["optim.epochs"] == ("training",)
+    assert decides["index.factory"] == ("index",)
     # the tokenizer is the encoder's
     assert decides["encoder.name"] == ("checks", "tokens", "training")
     assert decides["raw.quotes"] == ("data",)

@@ -92,7 +92,9 @@ def test_answers_come_whole_however_they_are_cut(load, pieces):
     async def talk(port: int) -> list[Any]:
         connection = await load.Connection.open(port)
         connection.send(load.get("/"))
-        return [await connection.answer() for _ in range(3)]
+        answers = [await connection.answer() for _ in range(3)]
+        connection.close()
+        return answers
 
     found = beside(answer, talk)
     assert [(answer.status, answer.body) for answer in found] == [

@@ -132,11 +132,9 @@ def test_a_bundle_of_version_4_predicts_as_it_did() -> None:
         ["L4", "L5", "L1"],
     ]
     assert found[0].scores == pytest.approx([1.6659362, 1.3113372, 1.0964489], abs=1e-5)
-    assert (bundle.info.index_kind, bundle.index.spec.kind, bundle.index.spec.rescore) == (
-        "hnsw-sq8",
-        "pq",
-        5,
-    )
+    assert bundle.info.index_kind == "hnsw-sq8"
+    assert bundle.index.spec.kind == "pq"
+    assert bundle.index.spec.rescore == 5
 
 
 @pytest.mark.usefixtures("stub_model")

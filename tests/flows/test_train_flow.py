@@ -669,7 +669,8 @@ def test_dvc_says_what_is_stale_and_records_what_was_made(dvc_project, place):
     dvc_project.commit(["index", "evaluate"])
     # a file that is read, and a parameter of another stage
     (place / "params.yaml").write_text("index: {factory: HNSW32}\n")
-    assert dvc_project.stale()[1][0] == "train" and dvc_project.inputs_state() != digest
+    assert dvc_project.stale()[1][0] == "train"
+    assert dvc_project.inputs_state() != digest
     dvc_project.commit(["train"])
     assert dvc_project.stale()[1] == ["index", "evaluate"]  # the parameter alone
 

@@ -45,5 +45,6 @@ def test_results_inside_others() -> None:
     }
     measured = Measured("PQx4", "k_factor_rf=2", 1.0, 0.1, 0.2, 10, 1.0)
     found = plain({"measured": [measured], "pairs": (1, None)})
-    assert found["pairs"] == [1, None] and json.loads(json.dumps(found)) == found
+    assert found["pairs"] == [1, None]
+    assert json.loads(json.dumps(found)) == found
     assert found["measured"][0]["search"] == "k_factor_rf=2"

@@ -105,7 +105,9 @@ def test_saved_and_loaded_it_answers_the_same(rng, tmp_path, kind):
     index = LabelIndex.build(vectors, IndexSpec(kind=kind, links=8))
     index.save(tmp_path / "index.faiss")
     loaded = LabelIndex.load(tmp_path / "index.faiss", 400, 12, index.spec)
-    assert (loaded.num_labels, loaded.dim, loaded.spec.kind) == (400, 12, kind)
+    assert loaded.num_labels == 400
+    assert loaded.dim == 12
+    assert loaded.spec.kind == kind
     for got, expected in zip(loaded.search(queries, 7), index.search(queries, 7), strict=True):
         assert np.array_equal(got, expected)
     LabelIndex.build(vectors, IndexSpec(kind=kind, links=8)).save(tmp_path / "again.faiss")
@@ -120,7 +122,8 @@ def test_hnsw_of_one_label(rng, tmp_path):
     scores, labels = LabelIndex.load(tmp_path / "x", 1, 4, IndexSpec.parse("HNSW32")).search(
         queries, 2
     )
-    assert labels.tolist() == [[0, -1]] * 3 and np.isneginf(scores[:, 1]).all()
+    assert labels.tolist() == [[0, -1]] * 3
+    assert np.isneginf(scores[:, 1]).all()
 
 
 @pytest.mark.parametrize("kind", ["flat", "hnsw"])

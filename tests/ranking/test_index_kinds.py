@@ -190,7 +190,9 @@ def test_more_candidates_find_more(rng):
     for factor in (1, 4, 16):
         index.spec = IndexSpec.parse("PQx4", f"k_factor_rf={factor}")
         found.append(recall(index.search(queries, 100)[1], wanted))
-    assert found == sorted(found) and found[0] < found[2] and found[2] > 0.97
+    assert found == sorted(found)
+    assert found[0] < found[2]
+    assert found[2] > 0.97
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -201,7 +203,9 @@ def test_saved_and_mapped_it_answers_the_same(rng, tmp_path, kind):
     path = tmp_path / "index.faiss"
     index.save(path)
     loaded = LabelIndex.load(path, LABELS, DIM, index.spec, vectors)
-    assert (loaded.num_labels, loaded.dim, loaded.spec.kind) == (LABELS, DIM, kind)
+    assert loaded.num_labels == LABELS
+    assert loaded.dim == DIM
+    assert loaded.spec.kind == kind
     for got, expected in zip(loaded.search(queries, 7), index.search(queries, 7), strict=True):
         assert np.array_equal(got, expected)
     LabelIndex.build(vectors, IndexSpec(kind=kind, **THOROUGH)).save(tmp_path / "again.faiss")
@@ -309,7 +313,10 @@ def test_many_lists(rng, tmp_path):
     index = LabelIndex.build(rows, IndexSpec.parse(factory))
     assert index.stored.nlist == num
     wanted = slow_search(queries, rows, 10)[1]
-    for probes, least in ((num, 0.99), (num // 4, 0.85)):
+    for probes, least in (
+        (num, 0.99),
+        (num // 4, 0.85),
+    ):
         index.spec = IndexSpec.parse(factory, f"nprobe={probes},k_factor_rf=40")
         assert recall(index.search(queries, 10)[1], wanted) > least
     index.save(tmp_path / "index.faiss")
