@@ -32,15 +32,17 @@ Count = Annotated[int, Field(ge=1, le=1 << 40)]
 CountOrZero = Annotated[int, Field(ge=0, le=1 << 40)]
 
 _NUMBER = "[1-9][0-9]{0,8}"
+_CODES = f"PQx4(,dsub=(?P<code_dims>{_NUMBER}))?"
+_RESCORED = f"(\nk_factor_rf=(?P<rescore>{_NUMBER}))?"
 _FORMS: dict[Kind, str] = {
     "flat": "Flat",
-    "pq": "PQx4(,dsub=(?P<code_dims>#))?(\nk_factor_rf=(?P<rescore>#))?",
-    "hnsw": "HNSW(?P<links>#)?(,efConstruction=(?P<build>#))?(\nefSearch=(?P<search>#))?",
-    "ivf-pq": "IVF(?P<lists>#)?,PQx4(,dsub=(?P<code_dims>#))?"
-    "(\nk_factor_rf=(?P<rescore>#))?(\nnprobe=(?P<probes>#))?",
+    "pq": _CODES + _RESCORED,
+    "hnsw": f"HNSW(?P<links>{_NUMBER})?(,efConstruction=(?P<build>{_NUMBER}))?"
+    f"(\nefSearch=(?P<search>{_NUMBER}))?",
+    "ivf-pq": f"IVF(?P<lists>{_NUMBER})?,{_CODES}{_RESCORED}(\nnprobe=(?P<probes>{_NUMBER}))?",
 }
 """Regular expressions for a factory and, each in a line of its own, the settings of a search in
-alphabetical order. # is a number; the groups are fields of `IndexOptions`.
+alphabetical order; the groups are fields of `IndexOptions`.
 """
 
 
