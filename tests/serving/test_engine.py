@@ -37,7 +37,7 @@ def test_the_previous_engine_is_kept_or_freed() -> None:
         service.swap(old)
         service.swap(new)
         assert service.current == new
-        assert service.previous == old if keep else None
+        assert service.previous == (old if keep else None)
         if keep:
             service.swap_back()
             assert (service.current, service.previous) == (old, new)

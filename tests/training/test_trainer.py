@@ -326,8 +326,8 @@ def test_a_refresh_makes_what_is_needed(open_trainer, tiny_dataset, overrides, c
     trainer = open_trainer(**overrides)
     report = trainer.refresh()
     made = Refresh.load(trainer.run_dir / "refresh" / "epoch-00000", 0)
-    assert made.order is not None == clusters
-    assert made.negatives is not None == mined
+    assert (made.order is not None) == clusters
+    assert (made.negatives is not None) == mined
     if clusters:
         assert sorted(made.order) == trainer.rows.tolist()
         assert report["clusters"] == trainer.steps_per_epoch == 4
