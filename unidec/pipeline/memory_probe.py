@@ -57,7 +57,6 @@ from unidec.training.sampler import (
 )
 
 CPU = torch.device("cpu")
-NO_MEMORY = FakeTensorMode(allow_non_fake_inputs=True)
 # encoders that can be planned for without their files
 KNOWN = {
     "distilbert-base-uncased": "distilbert",
@@ -235,7 +234,7 @@ def _measure_chunk(
         return _Chunk()
     as_there = AsOnGPU() if gpu else contextlib.nullcontext()
     transformer = _transformer(name, gpu)
-    with NO_MEMORY, as_there, LiveBytes() as live:
+    with no_memory(), as_there, LiveBytes() as live:
         encoder = TransformerEncoder(transformer, "mean", trainable_layers).train()
         ids_CT = torch.zeros(shape, dtype=torch.int64)
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
@@ -252,6 +251,12 @@ def _measure_chunk(
 
 
 @functools.cache
+def no_memory() -> FakeTensorMode:
+    """The mode in which tensors have no values; made where it is needed, as it imports much."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@functools.cache
 def _transformer(name: str, gpu: bool) -> torch.nn.Module:
     """A transformer without values."""
     from transformers import AutoModel
@@ -260,7 +265,7 @@ def _transformer(name: str, gpu: bool) -> torch.nn.Module:
     options = transformer_options(config)
     if gpu and AutoModel._model_mapping[type(config)]._supports_sdpa:
         options["attn_implementation"] = "sdpa"
-    with NO_MEMORY:
+    with no_memory():
         return AutoModel.from_config(config, dtype=torch.float32, **options)
 
 
@@ -361,7 +366,7 @@ class _Probe:
         self.ranks = _OneOf(rank=world - 1, world=world)
         self.autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, enabled=half)
         self.live = LiveBytes()
-        with NO_MEMORY, self.live:
+        with no_memory(), self.live:
             self.model = self._new_model()
             self.optimisers = Optimisers(self.model, params.optim, 1000)
         if size := params.model.labels_a_cluster:  # the host reads them
@@ -413,7 +418,7 @@ class _Probe:
         queries = np.arange(self.num_batch)
         batch = batches.prepare(queries, 0, 0, self._negatives())
         begin = self.live.now
-        with NO_MEMORY, self.live as live, warnings.catch_warnings():
+        with no_memory(), self.live as live, warnings.catch_warnings():
             # a table whose rows are all used compares addresses, which are the same here
             warnings.filterwarnings("ignore", "Accessing the data pointer", UserWarning)
             x_BW, backward = encode_texts(self.model.encoder, batch.texts, self.autocast)
@@ -436,30 +441,29 @@ class _Probe:
     def _parts(self) -> tuple[Batches, Objective]:
         """Batches and losses of the training, on few queries."""
         settings = self.params.training
-        model = self.model
         pairs = self._pairs()
         texts = self._texts(pairs)
         related = cast(Any, SimpleNamespace(rows=lambda _: pairs.rows, relevance=pairs.relevance))
         graph = None
         if settings.model.clf_graph:  # each label is related to the next one of the batch
             graph = sp.eye_array(self.num_labels, k=self.spacing, format="csr", dtype=np.float32)
-        rows = rows_of(model, related, graph, cast(Any, None))
+        rows = rows_of(self.model, related, graph, cast(Any, None))
         if settings.pool.simcse:
             pairs = texts_as_labels(pairs)
-        methods, pairs = chosen_methods(settings, model, rows, pairs, self.autocast)
+        methods, pairs = chosen_methods(settings, self.model, rows, pairs, self.autocast)
         weights = np.broadcast_to(1.0, (self.num_labels,))
         batches = Batches(
             settings,
             texts,
             pairs,
             methods,
-            build=(_Builder if self.gpu else InputBuilder)(model.encoder, CPU),
+            build=(_Builder if self.gpu else InputBuilder)(self.model.encoder, CPU),
             device=CPU,
             ranks=self.ranks,
             inverse_L=weights if weighs_by_propensity(settings.loss, settings.pool) else None,
         )
         objective = Objective(
-            settings.loss, model, methods, seed=0, ranks=self.ranks, autocast=self.autocast
+            settings.loss, self.model, methods, seed=0, ranks=self.ranks, autocast=self.autocast
         )
         return batches, objective
 
@@ -490,7 +494,7 @@ class _Probe:
 
     def _texts(self, pairs: TrainingPairs) -> TrainingTexts:
         most = self.params.tokens.max_length
-        sizes = self.sizes
-        queries = _Repeated(len(pairs.rows), sizes.query_tokens, most, sizes.vocab_size)
-        labels = _Repeated(self.num_labels, sizes.label_tokens, most, sizes.vocab_size)
+        vocab = self.sizes.vocab_size
+        queries = _Repeated(len(pairs.rows), self.sizes.query_tokens, most, vocab)
+        labels = _Repeated(self.num_labels, self.sizes.label_tokens, most, vocab)
         return TrainingTexts({"queries": queries, "labels": labels})
