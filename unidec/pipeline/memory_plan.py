@@ -424,10 +424,11 @@ def check_fits(params: Params, free: Free | None = None) -> None:
     lacking = " and ".join(SPACE[place] for place in plan.shortages)
     advice = plan.missing
     if plan.advice:
-        advice += f" or {', '.join(plan.settings('{}: {}'))}"
+        advice = f"{', '.join(plan.settings('{}: {}'))}, or {plan.missing}"
+    where = str(paths.RUNS.absolute()) if "disk" in plan.shortages else f"device {plan.device}"
     raise ConfigError(
         f"the training does not fit: too little {lacking}",
-        where=str(paths.RUNS.absolute()),
+        where=where,
         got="; ".join(plan.short),
         expected=f"at most {1 - MARGIN:.0%} of what is free",
         fix=f"{advice}; `unidec plan` lists the amounts, run.check_memory: false skips this check",
