@@ -342,7 +342,7 @@ def test_an_equal_step_is_measured_once(tiny_params, monkeypatch):
     step = memory_probe._Probe.step
     monkeypatch.setattr(memory_probe._Probe, "step", lambda probe: steps.append(1) or step(probe))
     sizes = Sizes.given(3001, 1001, 7)
-    for overrides in ({}, {"run.recompute": True}, {"index.kind": "flat"}, {"gate.margin": 1.0}):
+    for overrides in ({}, {"run.recompute": True}, {"index.factory": "Flat"}, {"gate.margin": 1.0}):
         measure(tiny_params(**overrides), sizes, gpu=False, half=False)
     assert len(steps) == 1
 
