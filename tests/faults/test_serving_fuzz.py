@@ -104,8 +104,8 @@ def test_hostile_requests_are_refused_one_by_one(
 def test_requests_at_once_and_clients_that_leave(
     hostile: ModuleType, load: ModuleType, served: Any
 ) -> None:
-    """Five requests in one piece have five answers; whoever leaves in the middle of one disturbs
-    nobody.
+    """Five requests in one piece have five answers; a client that disconnects in the middle
+    of one delays no other client.
     """
     data = hostile.posted(hostile.BODY)
 

@@ -1,8 +1,8 @@
 """Golden losses: the first 20 steps of every shipped recipe, scaled down, kept in
 `training/golden/<recipe>.json`.
 
-A refactor leaves them as they are. Who changes a recipe or the algorithm computes them again and
-says so in the commit:
+A refactor leaves them as they are. After a change of a recipe or of the algorithm, record them
+again and state it in the commit message:
 
     python tests/helpers/golden.py             # all recipes
     python tests/helpers/golden.py unidec      # this one

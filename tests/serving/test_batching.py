@@ -302,7 +302,7 @@ def test_time_is_up_also_while_the_model_works_and_the_queue_forgets_it() -> Non
         batches.timeout_seconds = 5.0
         assert await submit(batches, "e", [3]) == [6]
         expected = [[0], [3]]
-        assert [queries for _, queries in model.batches] == expected, "nobody waited for 1 and 2"
+        assert [queries for _, queries in model.batches] == expected, "1 and 2 were cancelled"
         await batches.stop()
 
     asyncio.run(main())

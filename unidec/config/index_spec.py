@@ -85,7 +85,7 @@ class IndexSpec(IndexOptions):
         settings = sorted(search.split(",")) if search else []
         text = "\n".join([factory, *settings])
         for kind, form in _FORMS.items():
-            if match := re.fullmatch(form.replace("#", _NUMBER), text):
+            if match := re.fullmatch(form, text):
                 given = match.groupdict()
                 numbers = {field: int(number) for field, number in given.items() if number}
                 return cls(kind=kind, **numbers)
