@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from unidec.ranking.candidates import DenseScores, PairScores
+from unidec.ranking.candidates import PairScores
+from unidec.ranking.fusion import WordCosines
 
 
-def dense_votes(votes: PairScores | DenseScores) -> np.ndarray:
+def dense_votes(votes: PairScores | WordCosines) -> np.ndarray:
     """All scores, float32 [B, L]."""
     num_queries, num_labels = votes.shape
     return votes.at(np.arange(num_queries * num_labels)).reshape(votes.shape)

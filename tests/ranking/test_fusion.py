@@ -139,7 +139,7 @@ def test_features_are_those_of_a_loop(fused):
 def test_more_queries_than_a_block_are_read_alike(fused, monkeypatch):
     excluded = np.array([2 * 12 + 3, 4 * 12 + 7])
     whole = read(fused, QUERIES, excluded)
-    monkeypatch.setattr("unidec.ranking.fusion._QUERIES_AT_ONCE", 2)
+    monkeypatch.setattr("unidec.ranking.fusion.QUERIES_AT_ONCE", 2)
     parts = read(fused, QUERIES, excluded)
     np.testing.assert_array_equal(parts.query_P, whole.query_P)
     np.testing.assert_array_equal(parts.label_P, whole.label_P)

@@ -52,30 +52,6 @@ def test_the_top_of_each_row(dense, count):
     assert not PairScores.none((3, 4)).top(count).any()
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (4, 5, 9),
-        (1, 5, 9),
-        (0, 5, 9),
-        (3, 1, 1),
-    ],
-)
-def test_products_of_sparse_rows(rng, dense, shape):
-    num_queries, num_rows, num_columns = shape
-    other = csr_matrix(dense[:num_rows, :num_columns])
-    left = csr_matrix(
-        np.where(
-            rng.random((num_queries, num_rows)) < 0.4, 0, rng.normal(size=(num_queries, num_rows))
-        )
-    )
-    got = dense_votes(SparseRows(other).product(left.astype(np.float32)))
-    assert got.dtype == np.float32
-    assert got.shape == (num_queries, num_columns)
-    expected = left.toarray() @ other.toarray()
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
-
-
 def test_entries_of_rows_in_any_order(dense):
     rows = np.array([3, 2, 0, 3])
     place, column, value = SparseRows(csr_matrix(dense)).entries(rows)

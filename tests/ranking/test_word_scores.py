@@ -214,7 +214,7 @@ def test_the_network_by_words_ranks_better_than_each_score(voters, rng, monkeypa
     assert first_is_right(ranked) >= max(map(first_is_right, parts))
     assert first_is_right(ranked) > 0.9
     assert network == fit_word_network(scorer, none) != fit_word_network(scorer, none, seed=1)
-    monkeypatch.setattr(fusion, "_QUERIES_AT_ONCE", 7)  # blocks change nothing but rounding
+    monkeypatch.setattr(fusion, "QUERIES_AT_ONCE", 7)  # blocks change nothing but rounding
     np.testing.assert_allclose(fit_word_network(scorer, none).mean, network.mean, atol=1e-4)
 
 
@@ -276,8 +276,3 @@ def test_first_words_are_read_as_if_texts_ended_there(tmp_path, rng, monkeypatch
         )
         expected = got[:, : len(WORD_FEATURES)]
         np.testing.assert_array_equal(whole, expected)
-    assert scorer.queries_at_once == WordScorer(alone, VOTING).queries_at_once == 256
-    monkeypatch.setattr(fusion, "_BLOCK_SCORES", 60 * len(TITLES))
-    # twice as many scores
-    assert scorer.queries_at_once == 10
-    assert WordScorer(alone, VOTING).queries_at_once == 20

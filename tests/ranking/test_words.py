@@ -23,8 +23,6 @@ from unidec.data.storage import MANIFEST, folder_sha256, read_manifest, write_ma
 from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError
 from unidec.model.words import FEWEST_TEXTS, MOST_TEXTS, WordSpace
-from unidec.ranking import neighbours as neighbours_module
-from unidec.ranking.candidates import DenseScores
 from unidec.ranking.neighbours import Neighbours
 
 QUERIES = ["red car", "an old house", "", "boat boat blue", "🚗 unknown words", "big green boat"]
@@ -141,19 +139,6 @@ def test_a_space_that_is_none_is_refused(tiny_bert):
             )
 
 
-@pytest.mark.parametrize("levels", [2, 5, 1000])
-def test_the_largest_of_each_row_and_the_first_of_equals(rng, levels):
-    score = (np.round(rng.random((30, 17)) * levels) / levels).astype(np.float32)
-    score[3] = 0
-    for num in (1, 4, 17):
-        values, columns = DenseScores(score).best(num)
-        for row, got, at in zip(score, values, columns, strict=True):
-            best = [j for j in nearest_first(row, num) if row[j] > 0]
-            missing = num - len(best)
-            assert at.tolist() == best + [-1] * missing
-            assert got.tolist() == row[best].tolist() + [0.0] * missing
-
-
 def nearest_first(row, num):
     """The largest, of equals the first."""
     return sorted(range(len(row)), key=lambda m: (-row[m], m))[:num]
@@ -182,7 +167,6 @@ def test_neighbours_by_words_as_a_loop_says(rng, tiny_bert, vocabulary, monkeypa
     )
     stored = own.copy()
     stored.data = own.data.astype(np.float16).astype(np.float32)
-    monkeypatch.setattr(neighbours_module, "_BLOCK_SCORES", 120)  # several blocks
     votes = dense_votes(near.votes(query, 7))
     dense = (query @ stored.T).toarray()
     for row, got in zip(dense, votes, strict=True):

@@ -10,7 +10,6 @@ those rows. A key is query * L + label.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -223,69 +222,6 @@ class PairScores:
         return self.key_N[largest_of_each(query_N, self.score_N, count)]
 
 
-class DenseScores:
-    """The scores of all pairs, read as `PairScores` are: at some pairs, or the largest of each
-    query.
-
-    Args:
-        score_BL: float32 [B, L]; it is not handed out again, so that a sparse computation can take
-        its place.
-    """
-
-    def __init__(self, score_BL: Floats) -> None:
-        self._score_BL = score_BL
-        self.shape = score_BL.shape
-
-    def at(self, key_P: Rows) -> Floats:
-        """Scores of the given pairs, float32 [P]."""
-        return self._score_BL[np.divmod(key_P, self.shape[1])]
-
-    def put(self, key_P: Rows, score_P: Floats) -> None:
-        """Replace the scores of some pairs."""
-        self._score_BL[np.divmod(key_P, self.shape[1])] = score_P
-
-    def columns(self, begin: int, end: int) -> DenseScores:
-        """The scores of some columns."""
-        return DenseScores(self._score_BL[:, begin:end])
-
-    def top(self, count: int) -> Floats:
-        """Each query's `count` largest scores (or all), in any order: float32 [B, count]."""
-        last = min(count, self.shape[1]) - 1
-        # with many equal values (zeros), numpy partitions ten times as fast for the smallest as for
-        # the largest
-        return -np.partition(-self._score_BL, last, axis=1)[:, :count]
-
-    def largest(self, count: int) -> Rows:
-        """Keys of each query's `count` largest positive scores."""
-        last = min(count, self.shape[1]) - 1
-        best_BT = np.argpartition(-self._score_BL, last, axis=1)[:, :count]
-        key_BT = first_keys(*self.shape) + best_BT
-        return key_BT[np.take_along_axis(self._score_BL, best_BT, axis=1) > 0]
-
-    def best(self, num: int) -> tuple[Floats, Rows]:
-        """The `num` largest positive scores of each query, best first, ties by column: float32
-        scores and int64 columns [B, num], padded with 0 and -1.
-        """
-        score_BN = np.zeros((self.shape[0], num), dtype=np.float32)
-        column_BN = np.full(score_BN.shape, -1, dtype=np.int64)
-        # most are 0: one query at a time is faster than all at once
-        for query, score_L in enumerate(self._score_BL):
-            column_C = np.flatnonzero(score_L > 0)
-            score_C = score_L[column_C]
-            if len(column_C) > num:
-                last = -np.partition(-score_C, num - 1)[num - 1]
-                column_C = column_C[score_C >= last]
-            order = np.argsort(-score_L[column_C], kind="stable")
-            best = column_C[order[:num]]
-            score_BN[query, : len(best)] = score_L[best]
-            column_BN[query, : len(best)] = best
-        return score_BN, column_BN
-
-
-# from this number of queries on, scipy's product is faster, including the creation of matrices
-_SCIPY_QUERIES = 16
-
-
 class SparseRows:
     """A sparse matrix for weighted sums of a few of its rows. Thread-safe."""
 
@@ -306,22 +242,18 @@ class SparseRows:
         at_E = np.arange(len(place_E)) + shift_T[place_E]
         return place_E, self.column_N[at_E], self.value_N[at_E]
 
-    def product(self, matrix_BF: csr_matrix) -> DenseScores:
-        """The product `matrix_BF` @ this matrix, [B, C]."""
-        if matrix_BF.shape[0] >= _SCIPY_QUERIES:
-            product_BC = matrix_BF.astype(np.float32, copy=False) @ self._matrix_FC
-            return DenseScores(product_BC.toarray())
-        return self.sums(matrix_BF.indptr, matrix_BF.indices, matrix_BF.data)
-
-    def sums(self, indptr: npt.NDArray, row_T: npt.NDArray, weight_T: Floats) -> DenseScores:
-        """Weighted sums of rows, [B, C]; sum b is over positions `indptr[b]` to `indptr[b + 1]`."""
+    def sums(self, indptr: npt.NDArray, row_T: npt.NDArray, weight_T: Floats) -> PairScores:
+        """Weighted sums of rows, as scores of (sum, column); sum b is over positions `indptr[b]` to
+        `indptr[b + 1]`.
+        """
         shape = len(indptr) - 1, self._matrix_FC.shape[1]
         first_T = np.repeat(first_keys(*shape), np.diff(indptr))
         place_E, column_E, value_E = self.entries(row_T)
         key_E = column_E + first_T[place_E]
+        key_N, which_E = np.unique(key_E, return_inverse=True)
         weight_E = weight_T[place_E]
-        sums = np.bincount(key_E, value_E * weight_E, minlength=math.prod(shape))
-        return DenseScores(sums.astype(np.float32).reshape(shape))
+        sum_N = np.bincount(which_E, value_E * weight_E, minlength=len(key_N))
+        return PairScores(key_N, sum_N.astype(np.float32), shape)
 
 
 def _order_and_rank(row_N: npt.NDArray, value_N: npt.NDArray) -> tuple[npt.NDArray, npt.NDArray]:

@@ -27,23 +27,24 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from scipy.sparse import csr_matrix, diags, vstack
+from scipy.sparse import csr_matrix, diags
 
 from unidec.cores import thread_pool
 from unidec.data.propensity import inverse_propensity
 from unidec.ranking.candidates import (
     Candidates,
     Compared,
-    DenseScores,
     PairScores,
     Ranked,
     SparseRows,
     allowed_keys,
     candidate_keys,
+    first_keys,
     keep_largest,
 )
 from unidec.ranking.heads import Floats, Heads, Rows
 from unidec.ranking.neighbours import Neighbours
+from unidec.ranking.postings import Postings
 from unidec.ranking.query_encoder import Encoded
 
 CANDIDATES = 300  # labels searched per query to train the fusion, or to return 100 labels
@@ -95,8 +96,7 @@ WORD_FEATURES = (
 WORD_CANDIDATES = (100, 50, 50)
 _RANKED = 64  # best labels among which a rank is counted
 _ROUNDING = 1e-5  # relative differences up to this size may be rounding errors
-_QUERIES_AT_ONCE = 256
-_BLOCK_SCORES = 1 << 23  # scores of all labels for the queries of one block
+QUERIES_AT_ONCE = 256
 # largest word weights kept for the queries of a label; popular labels have thousands
 _PROFILE_WORDS = 256
 LIMIT = 6.0  # standard deviations from the mean at which a feature is clipped
@@ -182,9 +182,48 @@ class Fusion(Network):
         return FEATURES if self.words is None else FEATURES + BY_WORDS
 
 
+class WordCosines:
+    """Cosines of the words of B queries to the words of each label.
+
+    Args:
+        postings: word vectors of the labels. words_BF: those of the queries, with sorted indices.
+        own: cosines in place of the computed ones, for the labels of left-out queries.
+    """
+
+    def __init__(self, postings: Postings, words_BF: csr_matrix, own: PairScores) -> None:
+        self._postings = postings
+        self._words_BF = words_BF
+        self._own = own
+        self.shape = own.shape
+        most_own = np.bincount(own.key_N // own.shape[1]).max(initial=0)
+        cosine_BK, label_BK = postings.best(words_BF, _RANKED + most_own)
+        key_BK = first_keys(*own.shape) + label_BK
+        is_other_BK = (label_BK >= 0) & ~np.isin(key_BK, own.key_N)
+        key_N = np.concatenate([key_BK[is_other_BK], own.key_N])
+        cosine_N = np.concatenate([cosine_BK[is_other_BK], own.score_N])
+        order = np.argsort(key_N)
+        self._best = PairScores(key_N[order], cosine_N[order], own.shape)
+
+    def at(self, key_P: Rows) -> Floats:
+        """Cosines of the given pairs, float32 [P]."""
+        query_P, label_P = np.divmod(key_P, self._own.shape[1])
+        cosine_P = self._postings.at(self._words_BF, query_P, label_P)
+        is_own_P = np.isin(key_P, self._own.key_N)
+        return np.where(is_own_P, self._own.at(key_P), cosine_P)
+
+    def top(self, count: int) -> Floats:
+        """Each query's `count` largest cosines, at most `_RANKED`: float32 [B, count]."""
+        return self._best.top(count)
+
+    def largest(self, count: int) -> Rows:
+        """Keys of each query's `count` largest positive cosines, at most `_RANKED`."""
+        keys = self._best.largest(count)
+        return keys[self._best.at(keys) > 0]
+
+
 @dataclass(frozen=True)
 class WordScores:
-    """Scores of all labels for B queries.
+    """Scores of labels for B queries.
 
     Attributes:
         votes: votes of similar training queries. by_label, by_queries: cosines of the query's words
@@ -197,8 +236,8 @@ class WordScores:
     """
 
     votes: PairScores
-    by_label: DenseScores
-    by_queries: DenseScores
+    by_label: WordCosines
+    by_queries: WordCosines
     count_L: Floats
     num_words_B: npt.NDArray[np.int64]
     left_out_labels: PairScores | None = None
@@ -263,24 +302,16 @@ class WordScorer:
         self._norm_L = norm_L
         inverse_L = np.divide(1, norm_L, out=np.zeros_like(norm_L), where=norm_L > 0)
         profile_LF = diags(inverse_L) @ self._sum_LF
-        # both kinds of label vectors in one matrix, for a single product
-        words_2LF = vstack([neighbours.compared_labels, profile_LF], format="csr")
-        self._words_F2L = SparseRows(words_2LF.T.tocsr())
+        self._labels = Postings(neighbours.compared_labels)
+        self._profiles = Postings(profile_LF)
         self.by_first_words: WordScorer | None = None
         if neighbours.by_first_words is not None:
             self.by_first_words = WordScorer(neighbours.by_first_words, num_votes)
 
-    @property
-    def queries_at_once(self) -> int:
-        """Queries to score in one call, so that their scores take about 32 MB."""
-        num_parts = 1 if self.by_first_words is None else 2
-        num_scores = 3 * self.neighbours.num_labels * num_parts
-        return max(1, min(_QUERIES_AT_ONCE, _BLOCK_SCORES // num_scores))
-
     def score(
         self, words_BF: csr_matrix, left_out: Rows | None = None, first_words: bool = True
     ) -> WordScores:
-        """Scores of all labels.
+        """Scores of labels.
 
         Args:
             words_BF: queries, from `WordSpace.vectors`.
@@ -291,24 +322,24 @@ class WordScorer:
         neighbours = self.neighbours
         num_labels = neighbours.num_labels
         votes = neighbours.votes(words_BF, self.num_votes, left_out)
-        by_words = self._words_F2L.product(words_BF)
-        by_label = by_words.columns(0, num_labels)
-        by_queries = by_words.columns(num_labels, 2 * num_labels)
+        none = PairScores.none((words_BF.shape[0], num_labels))
+        own = none
         left_out_labels = None
         if left_out is not None:
             left_out_labels = PairScores.of(neighbours.labels_ML[left_out])
             key_O = left_out_labels.key_N
             query_O, label_O = np.divmod(key_O, num_labels)
-            cosine_O = self._without_query(words_BF[query_O], label_O, by_queries.at(key_O))
-            by_queries.put(key_O, cosine_O)
+            with_query_O = self._profiles.at(words_BF, query_O, label_O)
+            cosine_O = self._without_query(words_BF[query_O], label_O, with_query_O)
+            own = replace(left_out_labels, score_N=cosine_O.astype(np.float32))
         assert neighbours.words is not None
         by_first_words = None
         if self.by_first_words is not None and first_words:
             by_first_words = self.by_first_words.score(words_BF, left_out)
         return WordScores(
             votes=votes,
-            by_label=by_label,
-            by_queries=by_queries,
+            by_label=WordCosines(self._labels, words_BF, none),
+            by_queries=WordCosines(self._profiles, words_BF, own),
             count_L=neighbours.label_counts,
             num_words_B=neighbours.words.num_words(words_BF, neighbours.part),
             left_out_labels=left_out_labels,
@@ -389,7 +420,7 @@ class LabelEvidence:
             excluded: int64 keys query * L + label of excluded pairs.
             allowed: the only labels that are returned; it does not change a label's features.
         """
-        step = self.words.queries_at_once
+        step = QUERIES_AT_ONCE
         if len(found_BC) <= step:
             return self._read(encoded, found_BC, excluded, allowed)
 
@@ -487,7 +518,7 @@ class LabelEvidence:
 
     def _co_occurrence(
         self, query_N: Rows, label_N: Rows, weight_N: Floats, num_queries: int
-    ) -> DenseScores:
+    ) -> PairScores:
         """Weighted mean co-occurrence of each label with a query's likely labels.
 
         Args:

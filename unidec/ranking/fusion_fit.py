@@ -22,7 +22,7 @@ from unidec.model.losses import decoupled_softmax
 from unidec.model.pairs import Pairs
 from unidec.progress import progress
 from unidec.ranking.candidates import PairScores
-from unidec.ranking.fusion import LIMIT, Evidence, Fusion, Network, WordScorer
+from unidec.ranking.fusion import LIMIT, QUERIES_AT_ONCE, Evidence, Fusion, Network, WordScorer
 from unidec.ranking.heads import Floats, Rows
 
 # hidden units of each fold's network; measured: benchmarks/results/fusion.md
@@ -119,7 +119,7 @@ def fit_word_network(scorer: WordScorer, excluded: Rows, seed: int = 0) -> Netwo
         return None
     rows = np.sort(generator.choice(neighbours.num_queries, num, replace=False))
     truth = PairScores.of(neighbours.labels_ML[rows].sorted_indices())
-    step = scorer.queries_at_once
+    step = QUERIES_AT_ONCE
 
     def read(start: int) -> tuple[Rows, Floats]:
         block = rows[start : start + step]

@@ -36,6 +36,7 @@ from unidec.model.words import WordSpace
 from unidec.ranking.candidates import PairScores, SparseRows, keep_largest
 from unidec.ranking.heads import Floats, Rows, unit_rows
 from unidec.ranking.index import LabelIndex
+from unidec.ranking.postings import Postings
 
 Vote = Literal["square", "softmax", "ridge", "ridge-labels"]
 VOTES: tuple[Vote, ...] = get_args(Vote)
@@ -45,8 +46,6 @@ COMPANION = np.float32(0.5)
 LEAST_SHARE = 0.1
 TEMPERATURE = 0.05  # of the softmax vote; close to the temperature of the heads' own softmax
 MOST_CO_OCCURRING = 128  # co-occurring labels stored for each label: the most frequent ones
-# upper bound on the cosines computed at once when queries are compared by words
-_BLOCK_SCORES = 1 << 24
 
 
 class Neighbours:
@@ -123,12 +122,12 @@ class Neighbours:
         self._labels = SparseRows(voted)
         self._index: LabelIndex | None = None
         self._words: SparseRows | None = None
-        self._by_word: SparseRows | None = None
+        self._postings: Postings | None = None
         if words is None:
             self._index = LabelIndex.build(voting.astype(np.float32))
         else:
             self._words = SparseRows(voting)
-            self._by_word = SparseRows(csr_matrix(voting.T))
+            self._postings = Postings(voting)
 
     @property
     def num_queries(self) -> int:
@@ -207,17 +206,8 @@ class Neighbours:
         num = min(num, self.num_voters)
         if self._index is not None:
             return self._index.search(unit_rows(cast(Floats, query_BD)), num)
-        assert self._by_word is not None
-        step = max(1, _BLOCK_SCORES // self.num_voters)
-        parts = [query_BD]
-        if query_BD.shape[0] > step:
-            starts = range(0, query_BD.shape[0], step)
-            parts = [query_BD[start : start + step] for start in starts]
-        blocks = [self._by_word.product(part).best(num) for part in parts]
-        if len(blocks) == 1:
-            return blocks[0]
-        cosines, rows = zip(*blocks, strict=True)
-        return np.concatenate(cosines), np.concatenate(rows)
+        assert self._postings is not None
+        return self._postings.best(query_BD, num)
 
     def weights(self, cosine_BN: Floats, row_BN: Rows) -> Floats:
         """Weight of each neighbour's vote, float32 [B, N]; the arguments are the result of
