@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from unidec.ranking.candidates import PairScores
-from unidec.ranking.fusion import WordCosines
+from unidec.ranking.word_scores import WordCosines
 
 
 def dense_votes(votes: PairScores | WordCosines) -> np.ndarray:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from scipy.sparse import csr_matrix
 
-from unidec.ranking.postings import Postings
+from unidec.ranking.compiled import Csr
+from unidec.ranking.postings import Postings, RowProducts
 
 
 def sparse(rng: np.random.Generator, shape: tuple[int, int], levels: int) -> csr_matrix:
@@ -34,7 +35,7 @@ def test_the_best_rows_and_the_first_of_equals(rng, shape, levels):
     postings = Postings(matrix)
     products = (queries.toarray().astype(np.float64) @ matrix.toarray().T).astype(np.float32)
     for num in (1, 4, num_rows, num_rows + 3):
-        scores, rows = postings.best(queries, num)
+        scores, rows = postings.best(Csr.of(queries), num)
         for product, score_K, row_K in zip(products, scores, rows, strict=True):
             expected_scores, expected_rows = slow_best(product, num)
             np.testing.assert_allclose(score_K, expected_scores, rtol=1e-5, atol=1e-6)
@@ -45,9 +46,9 @@ def test_the_best_rows_and_the_first_of_equals(rng, shape, levels):
 def test_the_product_of_some_pairs(rng):
     matrix = sparse(rng, (30, 17), 1000)
     queries = sparse(rng, (8, 17), 1000)
-    query_P = rng.integers(0, 8, 100)
+    query_P = np.sort(rng.integers(0, 8, 100))
     row_P = rng.integers(0, 30, 100)
-    found = Postings(matrix).at(queries, query_P, row_P)
+    found = Postings(matrix).at(Csr.of(queries), query_P, row_P)
     expected = (queries @ matrix.T).toarray()[query_P, row_P]
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -55,9 +56,9 @@ def test_the_product_of_some_pairs(rng):
 def test_one_query_and_many_have_the_same_bits(rng):
     postings = Postings(sparse(rng, (300, 40), 1000))
     queries = sparse(rng, (50, 40), 1000)
-    together = postings.best(queries, 20)
+    together = postings.best(Csr.of(queries), 20)
     for query in range(50):
-        alone = postings.best(queries[query], 20)
+        alone = postings.best(Csr.of(queries[query]), 20)
         for one, many in zip(alone, together, strict=True):
             np.testing.assert_array_equal(one[0], many[query])
 
@@ -65,10 +66,11 @@ def test_one_query_and_many_have_the_same_bits(rng):
 def test_several_threads_search_at_once(rng):
     postings = Postings(sparse(rng, (300, 40), 1000))
     queries = sparse(rng, (200, 40), 1000)
-    expected = postings.best(queries, 20)
+    expected = postings.best(Csr.of(queries), 20)
     found = []
     threads = [
-        threading.Thread(target=lambda: found.append(postings.best(queries, 20))) for _ in range(4)
+        threading.Thread(target=lambda: found.append(postings.best(Csr.of(queries), 20)))
+        for _ in range(4)
     ]
     for thread in threads:
         thread.start()
@@ -78,3 +80,16 @@ def test_several_threads_search_at_once(rng):
     for scores, rows in found:
         np.testing.assert_array_equal(scores, expected[0])
         np.testing.assert_array_equal(rows, expected[1])
+
+
+def test_the_products_of_rows_with_each_other(rng):
+    matrix = sparse(rng, (30, 17), 1000)
+    row_BN = rng.integers(-1, 30, (5, 6))
+    row_BN[4] = -1
+    row_BN[3] = row_BN[3, 0]  # the same row several times
+    products = RowProducts(matrix)
+    for _ in range(2):  # nothing is left of a call
+        found_BNN = products.of(row_BN)
+        for row_N, found_NN in zip(row_BN, found_BNN, strict=True):
+            vectors = matrix[row_N].toarray() * (row_N >= 0)[:, None]
+            np.testing.assert_allclose(found_NN, vectors @ vectors.T, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Sparse scores and products against dense arrays, degenerate ones among them."""
+"""Sparse scores against dense arrays, degenerate ones among them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import pytest
 from helpers.dense_votes import dense_votes
 from scipy.sparse import csr_matrix
 
-from unidec.ranking.candidates import PairScores, SparseRows, keep_largest
+from unidec.ranking.candidates import PairScores
+from unidec.ranking.largest import keep_largest
 
 
 @pytest.fixture
@@ -39,24 +40,19 @@ def test_scores_of_pairs(dense):
 @pytest.mark.parametrize("count", [1, 3, 20])
 def test_the_largest_of_each_row(dense, count):
     wanted = kept(dense, count)
-    np.testing.assert_array_equal(
-        PairScores.of(csr_matrix(dense)).largest(count), np.flatnonzero(wanted)
-    )
     np.testing.assert_array_equal(keep_largest(csr_matrix(dense), count).toarray(), wanted)
 
 
 @pytest.mark.parametrize("count", [1, 3, 20])
 def test_the_top_of_each_row(dense, count):
     wanted = -np.sort(-np.pad(dense, ((0, 0), (0, 20))), axis=1)[:, :count]
-    np.testing.assert_array_equal(PairScores.of(csr_matrix(dense)).top(count), wanted)
-    assert not PairScores.none((3, 4)).top(count).any()
-
-
-def test_entries_of_rows_in_any_order(dense):
-    rows = np.array([3, 2, 0, 3])
-    place, column, value = SparseRows(csr_matrix(dense)).entries(rows)
-    for at, row in enumerate(rows):
-        here = place == at
-        expected = np.flatnonzero(dense[row])
-        np.testing.assert_array_equal(column[here], expected)
-        np.testing.assert_array_equal(value[here], dense[row][dense[row] > 0])
+    largest, keys = PairScores.of(csr_matrix(dense)).best(count)
+    np.testing.assert_array_equal(largest, wanted)
+    is_found = keys >= 0
+    np.testing.assert_array_equal(dense.ravel()[keys[is_found]], wanted[is_found])
+    np.testing.assert_array_equal(is_found, wanted > 0)
+    expected = np.flatnonzero(kept(dense, count))
+    np.testing.assert_array_equal(np.sort(keys[is_found]), expected)
+    largest, keys = PairScores.none((3, 4)).best(count)
+    assert not largest.any()
+    assert (keys == -1).all()

@@ -12,10 +12,11 @@ from scipy.sparse import csr_matrix
 
 from unidec.data.tokens import encode_texts
 from unidec.model.words import WordSpace
-from unidec.ranking import fusion, fusion_fit
-from unidec.ranking.fusion import WORD_FEATURES, WordScorer
+from unidec.ranking import fusion_fit
+from unidec.ranking.fusion import WORD_FEATURES
 from unidec.ranking.fusion_fit import fit_word_network
 from unidec.ranking.neighbours import Neighbours
+from unidec.ranking.word_scores import WordScorer
 
 VOTING = 7
 
@@ -133,7 +134,7 @@ def test_features_are_those_of_a_loop(voters):
 
 
 def test_candidates_are_the_best_by_each_score(voters, monkeypatch):
-    monkeypatch.setattr("unidec.ranking.fusion.WORD_CANDIDATES", (2, 1, 3))
+    monkeypatch.setattr("unidec.ranking.word_scores.WORD_CANDIDATES", (2, 1, 3))
     scores = WordScorer(voters, VOTING).score(voters.vectors_MD[:6])
     wanted = set()
     for query in range(6):
@@ -214,7 +215,7 @@ def test_the_network_by_words_ranks_better_than_each_score(voters, rng, monkeypa
     assert first_is_right(ranked) >= max(map(first_is_right, parts))
     assert first_is_right(ranked) > 0.9
     assert network == fit_word_network(scorer, none) != fit_word_network(scorer, none, seed=1)
-    monkeypatch.setattr(fusion, "QUERIES_AT_ONCE", 7)  # blocks change nothing but rounding
+    monkeypatch.setattr(fusion_fit, "QUERIES_AT_ONCE", 7)  # blocks change nothing but rounding
     np.testing.assert_allclose(fit_word_network(scorer, none).mean, network.mean, atol=1e-4)
 
 

@@ -241,6 +241,8 @@ class WordSpace:
 
     def num_words(self, vectors_BC: csr_matrix, which: int) -> Ints:
         """Number of known words and pairs in one part of each vector, int64 [B]."""
+        if not self.head:
+            return np.diff(vectors_BC.indptr)
         return np.diff(self.part(vectors_BC, which).indptr)
 
     def _vectors(self, flat: Ints, offsets: Ints) -> csr_matrix:

@@ -34,7 +34,7 @@ from unidec.pipeline.seen import leak_in_words, of_bundle
 from unidec.pipeline.start import read_start
 from unidec.progress import progress
 from unidec.ranking.candidates import Ranked
-from unidec.ranking.fusion import CANDIDATES
+from unidec.ranking.evidence import CANDIDATES
 from unidec.ranking.index import recall
 from unidec.ranking.ranker import SINGLE_HEADS
 from unidec.tracking.fetch import measured_before

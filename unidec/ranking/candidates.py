@@ -10,7 +10,7 @@ those rows. A key is query * L + label.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from scipy.sparse import csr_matrix
 
 from unidec.ranking.heads import Floats, Rows
+from unidec.ranking.largest import largest_of_each
 
 
 @dataclass(frozen=True)
@@ -64,68 +65,22 @@ class Candidates:
 
     def best(self, score_P: Floats, k: int) -> Ranked:
         """The k candidates of each query with the largest scores; ties are ordered by label row."""
-        query_P = self.query_P
-        count_B = np.bincount(query_P, minlength=self.num_queries)
-        begin_B = np.cumsum(count_B) - count_B
-        place_P = np.arange(len(query_P)) - begin_B[query_P]
-        shape = (self.num_queries, count_B.max(initial=0))
-        score_BC = np.full(shape, -np.inf, dtype=np.float32)
-        score_BC[query_P, place_P] = score_P
-        # three times as fast as one lexsort of all pairs
-        order_BK = np.argsort(-score_BC, axis=1, kind="stable")[:, :k]
-        num_best = order_BK.shape[1]
-        found_BK = np.arange(num_best) < count_B[:, None]
-        best = (begin_B[:, None] + order_BK)[found_BK]
-        place = np.nonzero(found_BK)
+        begin_B = np.searchsorted(self.query_P, np.arange(self.num_queries + 1))
+        place_BK = largest_of_each(begin_B, score_P, k)
+        is_missing_BK = place_BK < 0
 
         def ranked(value_P: Rows | Floats, missing: float) -> npt.NDArray[Any]:
-            out_BK = np.full((self.num_queries, k), missing, dtype=value_P.dtype)
-            out_BK[place] = value_P[best]
-            return out_BK
+            if not len(value_P):
+                return np.full(place_BK.shape, missing, dtype=value_P.dtype)
+            value_BK = value_P[place_BK]
+            value_BK[is_missing_BK] = missing
+            return value_BK
 
         return Ranked(
             rows=ranked(self.label_P, -1),
             scores=ranked(score_P, -np.inf),
             knn_scores=ranked(self.votes_P, np.nan),
         )
-
-
-class Compared:
-    """Compares candidates with the reference candidates of their query.
-
-    Args:
-        reference_P: bool [P].
-    """
-
-    def __init__(self, pairs: Candidates, reference_P: npt.NDArray[np.bool_]) -> None:
-        self.query_P = pairs.query_P
-        self.num_queries = pairs.num_queries
-        self.reference_P = reference_P
-
-    def best(self, value_P: Floats) -> Floats:
-        """The largest value of the query's reference candidates, float32 [P]; 0 without any."""
-        reference_P = self.reference_P
-        best_B = np.full(self.num_queries, -np.inf, dtype=np.float32)
-        np.maximum.at(best_B, self.query_P[reference_P], value_P[reference_P])
-        best_B[np.isneginf(best_B)] = 0
-        return best_B[self.query_P]
-
-    def rank(self, value_P: Floats) -> Floats:
-        """The number of the query's reference candidates with a larger value, float32 [P]."""
-        order = np.lexsort((-value_P, self.query_P))
-        value = value_P[order]
-        query = self.query_P[order]
-        is_reference = self.reference_P[order]
-        # reference candidates before each place
-        before: Rows = np.cumsum(is_reference) - is_reference
-        begins_query = np.diff(query, prepend=-1) > 0
-        begins_run = begins_query.copy()  # of equal values
-        begins_run[1:] |= value[1:] != value[:-1]
-        run = np.flatnonzero(begins_run)[np.cumsum(begins_run) - 1]
-        first = np.flatnonzero(begins_query)[np.cumsum(begins_query) - 1]
-        rank_P = np.empty(len(order), dtype=np.float32)
-        rank_P[order] = before[run] - before[first]
-        return rank_P
 
 
 def candidate_keys(
@@ -197,6 +152,13 @@ class PairScores:
         key_N = first_N + matrix_BL.indices
         return cls(key_N, matrix_BL.data.astype(np.float32), matrix_BL.shape)
 
+    def relative(self) -> PairScores:
+        """Scores divided by the largest of their query; all must be positive."""
+        query_N = self.key_N // self.shape[1]
+        largest_B = np.zeros(self.shape[0], dtype=np.float32)
+        np.maximum.at(largest_B, query_N, self.score_N)
+        return replace(self, score_N=self.score_N / largest_B[query_N])
+
     def at(self, key_P: Rows) -> Floats:
         """Scores of the given pairs, float32 [P]."""
         if not len(self.key_N):
@@ -206,80 +168,14 @@ class PairScores:
         is_stored_P = self.key_N[at_P] == key_P
         return np.where(is_stored_P, self.score_N[at_P], np.float32(0))
 
-    def top(self, count: int) -> Floats:
-        """Each query's `count` largest scores, largest first, padded with 0: float32 [B, count]."""
-        query_N = self.key_N // self.shape[1]
-        order, rank_N = _order_and_rank(query_N, self.score_N)
-        top = rank_N < count
-        top_BT = np.zeros((self.shape[0], count), dtype=np.float32)
-        place = query_N[top], rank_N[top]
-        top_BT[place] = self.score_N[order[top]]
-        return top_BT
-
-    def largest(self, count: int) -> Rows:
-        """Rows of each query's `count` largest scores, ascending."""
-        query_N = self.key_N // self.shape[1]
-        return self.key_N[largest_of_each(query_N, self.score_N, count)]
-
-
-class SparseRows:
-    """A sparse matrix for weighted sums of a few of its rows. Thread-safe."""
-
-    def __init__(self, matrix_FC: csr_matrix) -> None:
-        self._matrix_FC = matrix_FC.astype(np.float32, copy=False)
-        self.indptr = matrix_FC.indptr.astype(np.int64)
-        self.column_N = self._matrix_FC.indices
-        self.value_N = self._matrix_FC.data
-
-    def entries(self, row_T: npt.NDArray) -> tuple[Rows, npt.NDArray, Floats]:
-        """All entries of the rows `row_T`: position of the row in `row_T`, column and value, [E]
-        each.
+    def best(self, count: int) -> tuple[Floats, Rows]:
+        """Each query's `count` largest scores, largest first, and their keys: float32 and int64
+        [B, count]; 0 and -1 where there is none.
         """
-        begin_T = self.indptr[row_T]
-        count_T = self.indptr[row_T + 1] - begin_T
-        place_E = np.repeat(np.arange(len(row_T)), count_T)
-        shift_T = begin_T - np.cumsum(count_T) + count_T  # from a place in E to one in N
-        at_E = np.arange(len(place_E)) + shift_T[place_E]
-        return place_E, self.column_N[at_E], self.value_N[at_E]
-
-    def sums(self, indptr: npt.NDArray, row_T: npt.NDArray, weight_T: Floats) -> PairScores:
-        """Weighted sums of rows, as scores of (sum, column); sum b is over positions `indptr[b]` to
-        `indptr[b + 1]`.
-        """
-        shape = len(indptr) - 1, self._matrix_FC.shape[1]
-        first_T = np.repeat(first_keys(*shape), np.diff(indptr))
-        place_E, column_E, value_E = self.entries(row_T)
-        key_E = column_E + first_T[place_E]
-        key_N, which_E = np.unique(key_E, return_inverse=True)
-        weight_E = weight_T[place_E]
-        sum_N = np.bincount(which_E, value_E * weight_E, minlength=len(key_N))
-        return PairScores(key_N, sum_N.astype(np.float32), shape)
-
-
-def _order_and_rank(row_N: npt.NDArray, value_N: npt.NDArray) -> tuple[npt.NDArray, npt.NDArray]:
-    """Order of the entries by row, then by descending value (stable), and the rank of each sorted
-    entry in its row.
-
-    `row_N` must be ascending, so that the sorted entry n belongs to row `row_N[n]`.
-    """
-    first_N = np.searchsorted(row_N, row_N)
-    return np.lexsort((-value_N, row_N)), np.arange(len(row_N)) - first_N
-
-
-def largest_of_each(row_N: npt.NDArray, value_N: npt.NDArray, count: int) -> npt.NDArray[np.bool_]:
-    """Mask of the `count` largest entries of each row, bool [N]; the first of equal values wins.
-    Rows must ascend.
-    """
-    order, rank_N = _order_and_rank(row_N, value_N)
-    mask_N = np.zeros(len(order), dtype=bool)
-    mask_N[order[rank_N < count]] = True
-    return mask_N
-
-
-def keep_largest(matrix: csr_matrix, count: int) -> csr_matrix:
-    """A copy with only the `count` largest entries of each row; the first of equal values wins."""
-    num_entries = np.diff(matrix.indptr)
-    row_N = np.repeat(np.arange(len(num_entries)), num_entries)
-    mask_N = largest_of_each(row_N, matrix.data, count)
-    kept = row_N[mask_N], matrix.indices[mask_N]
-    return csr_matrix((matrix.data[mask_N], kept), shape=matrix.shape)
+        num_queries, num_labels = self.shape
+        begin_B = np.searchsorted(self.key_N, num_labels * np.arange(num_queries + 1))
+        place_BT = largest_of_each(begin_B, self.score_N, count)
+        if not len(self.key_N):
+            return np.zeros(place_BT.shape, dtype=np.float32), place_BT
+        score_BT = np.where(place_BT < 0, np.float32(0), self.score_N[place_BT])
+        return score_BT, np.where(place_BT < 0, -1, self.key_N[place_BT])

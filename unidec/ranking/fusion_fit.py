@@ -22,8 +22,10 @@ from unidec.model.losses import decoupled_softmax
 from unidec.model.pairs import Pairs
 from unidec.progress import progress
 from unidec.ranking.candidates import PairScores
-from unidec.ranking.fusion import LIMIT, QUERIES_AT_ONCE, Evidence, Fusion, Network, WordScorer
+from unidec.ranking.evidence import QUERIES_AT_ONCE, Evidence
+from unidec.ranking.fusion import LIMIT, Fusion, Network
 from unidec.ranking.heads import Floats, Rows
+from unidec.ranking.word_scores import WordScorer
 
 # hidden units of each fold's network; measured: benchmarks/results/fusion.md
 FOLDS = 8

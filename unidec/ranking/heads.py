@@ -24,13 +24,12 @@ import numpy as np
 import numpy.typing as npt
 
 from unidec.errors import DataError
+from unidec.ranking.compiled import Array, compiled_reordered
 
 Space = Literal["both", "de", "clf"]
 SPACES: tuple[Space, ...] = ("both", "de", "clf")
 Floats = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.int64]
-
-_PAIRS_AT_ONCE = 4096
 
 
 class Heads:
@@ -117,30 +116,30 @@ class Heads:
         return _joined(self._parts(self.vectors, rows_P))
 
     def scores(self, query_BD: Floats, rows_BC: Rows) -> Floats:
-        """Inner products of each query [D'] with its own rows, summed over the parts: float32 [B,
-        C].
-        """
-        out = np.zeros(rows_BC.shape, dtype=np.float32)
-        begin = 0
-        for part_PD in self._parts(self.vectors, rows_BC.ravel()):
-            width = part_PD.shape[1]
-            end = begin + width
-            part_BCD = part_PD.reshape(*rows_BC.shape, width)
-            product_BC1 = part_BCD @ query_BD[:, begin:end, None]
-            out += product_BC1[:, :, 0]
-            begin = end
-        return out
+        """Scores of each query with its own rows, float32 [B, C]."""
+        query_P = np.repeat(np.arange(len(rows_BC)), rows_BC.shape[1])
+        return self.pair_scores(query_BD, query_P, rows_BC.ravel()).reshape(rows_BC.shape)
 
     def pair_scores(self, query_BD: Floats, query_P: Rows, label_P: Rows) -> Floats:
         """Scores of pairs of a query, row of `query_BD` (float32 [B, D'] from `queries`), and a
         label: float32 [P].
         """
-        out = np.empty(len(query_P), dtype=np.float32)
-        for start in range(0, len(query_P), _PAIRS_AT_ONCE):
-            block = slice(start, start + _PAIRS_AT_ONCE)
-            label_PD = self.take(label_P[block])
-            out[block] = np.einsum("pd,pd->p", query_BD[query_P[block]], label_PD)
-        return out
+        out_P = np.zeros(len(query_P), dtype=np.float32)
+        begin = 0
+        for name in self._heads():
+            vectors_LD = self.vectors[name]
+            row_P = label_P
+            if vectors_LD.dtype != np.float32:
+                vectors_LD = vectors_LD[label_P].astype(np.float32)
+                row_P = np.arange(len(label_P))
+            end = begin + vectors_LD.shape[1]
+            is_cosine = self._normalize and name == "clf"
+            part_BD = np.ascontiguousarray(query_BD[:, begin:end])
+            _add_products(part_BD, query_P, vectors_LD, row_P, is_cosine, out_P)
+            begin = end
+        if begin < query_BD.shape[1]:
+            out_P += query_BD[query_P, begin] * self.vectors["bias"][label_P]
+        return out_P
 
     def found_scores(self, query_BD: Floats, rows_BK: Rows) -> Floats:
         """Score of each label that was found for a query, float32 [B, K]; NaN where `rows_BK` is
@@ -152,12 +151,15 @@ class Heads:
         out[found_BK] = self.pair_scores(query_BD, query_P, rows_BK[found_BK])
         return out
 
+    def _heads(self) -> tuple[str, ...]:
+        return ("de", "clf") if self.space == "both" else (self.space,)
+
     def _parts(self, vectors: Mapping[str, Floats | None], rows_P: Rows | slice) -> list[Floats]:
         """Vectors of each part of the space, float32 [P, D] each, biases [P, 1]; raises as the
         class.
         """
         parts = []
-        for name in ("de", "clf") if self.space == "both" else (self.space,):
+        for name in self._heads():
             part = vectors.get(name)
             if part is None:
                 what = f"space {self.space!r} needs the vectors of {name!r}, got None"
@@ -172,6 +174,25 @@ class Heads:
             bias_P = np.asarray(bias[rows_P], dtype=np.float32)
             parts.append(bias_P[:, None])
         return parts
+
+
+@compiled_reordered
+def _add_products(
+    query_BD: Array, query_P: Array, label_LD: Array, label_P: Array, is_cosine: bool, out_P: Array
+) -> None:
+    """Add the inner product of each pair of vectors, divided by the label's length for a cosine."""
+    for pair in range(len(query_P)):
+        query_D = query_BD[query_P[pair]]
+        label_D = label_LD[label_P[pair]]
+        product = np.float32(0)
+        square = np.float32(0)
+        for d in range(len(query_D)):
+            product += query_D[d] * label_D[d]
+            square += label_D[d] * label_D[d]
+        if not is_cosine:
+            out_P[pair] += product
+        elif square > 0:
+            out_P[pair] += product / np.sqrt(square)
 
 
 def _joined(parts: list[Floats]) -> Floats:

@@ -24,7 +24,7 @@ section 2)."""
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -33,18 +33,31 @@ from scipy.sparse import csr_matrix, diags, identity, vstack
 
 from unidec.data.raw import text_array
 from unidec.model.words import WordSpace
-from unidec.ranking.candidates import PairScores, SparseRows, keep_largest
+from unidec.ranking.candidates import PairScores
+from unidec.ranking.compiled import (
+    NOT_REACHED,
+    Array,
+    Csr,
+    Sums,
+    Workspace,
+    add,
+    compiled,
+    compiled_inline,
+)
 from unidec.ranking.heads import Floats, Rows, unit_rows
 from unidec.ranking.index import LabelIndex
-from unidec.ranking.postings import Postings
+from unidec.ranking.largest import keep_largest
+from unidec.ranking.postings import Postings, RowProducts
 
 Vote = Literal["square", "softmax", "ridge", "ridge-labels"]
 VOTES: tuple[Vote, ...] = get_args(Vote)
 RIDGE = 1.0  # measured: benchmarks/results/votes.md
 # votes of a label's text for co-occurring labels: weight, and smallest share
 COMPANION = np.float32(0.5)
-LEAST_SHARE = 0.1
+LEAST_SHARE = np.float32(0.1)
 TEMPERATURE = 0.05  # of the softmax vote; close to the temperature of the heads' own softmax
+_ONE = np.float32(1)
+_SOLVED_AT_ONCE = 64  # queries whose votes by ridge are solved together
 MOST_CO_OCCURRING = 128  # co-occurring labels stored for each label: the most frequent ones
 
 
@@ -119,15 +132,19 @@ class Neighbours:
             voting = vstack([voting, self.compared_labels], format="csr")
             voted = vstack([voted, self._voted_by_labels()], format="csr")
         self.num_voters = voted.shape[0]
-        self._labels = SparseRows(voted)
+        voted.sort_indices()
+        self._voters = _Voters(
+            self.num_queries, Csr.of(voted), Csr.of(self.labels_ML), self.label_counts
+        )
+        self._of_labels = Workspace(self.num_labels)
         self._index: LabelIndex | None = None
-        self._words: SparseRows | None = None
         self._postings: Postings | None = None
+        self._products: RowProducts | None = None
         if words is None:
             self._index = LabelIndex.build(voting.astype(np.float32))
         else:
-            self._words = SparseRows(voting)
             self._postings = Postings(voting)
+            self._products = RowProducts(voting)
 
     @property
     def num_queries(self) -> int:
@@ -162,10 +179,6 @@ class Neighbours:
         )
 
     @cached_property
-    def _pairs(self) -> PairScores:
-        return PairScores.of(self.labels_ML)
-
-    @cached_property
     def label_counts(self) -> Floats:
         """Number of training queries of each label, float32 [L]."""
         return np.asarray(self.labels_ML.sum(axis=0)).ravel()
@@ -183,9 +196,11 @@ class Neighbours:
         return csr_matrix(share_LL, dtype=np.float32)
 
     def _voted_by_labels(self) -> csr_matrix:
-        """Rows for which each label's text votes, with weights, float32 CSR [L, L]."""
+        """Labels for which each label's text votes: itself, with 1, and those with which it shares
+        enough of its queries, with that share; float32 CSR [L, L].
+        """
         others_LL = self.co_occurrence.copy()
-        others_LL.data = _companion(others_LL.data)
+        others_LL.data[others_LL.data < LEAST_SHARE] = 0
         others_LL.eliminate_zeros()
         own_LL = identity(self.num_labels, dtype=np.float32, format="csr")
         return csr_matrix(own_LL + others_LL)
@@ -207,7 +222,7 @@ class Neighbours:
         if self._index is not None:
             return self._index.search(unit_rows(cast(Floats, query_BD)), num)
         assert self._postings is not None
-        return self._postings.best(query_BD, num)
+        return self._postings.best(Csr.of(query_BD), num)
 
     def weights(self, cosine_BN: Floats, row_BN: Rows) -> Floats:
         """Weight of each neighbour's vote, float32 [B, N]; the arguments are the result of
@@ -219,26 +234,25 @@ class Neighbours:
             below_BN = cosine_BN - cosine_BN.max(axis=1, keepdims=True, initial=-1.0)
             weight_BN = np.exp(below_BN / np.float32(TEMPERATURE))
             return np.where(cosine_BN > 0, weight_BN, np.float32(0))
-        out = np.zeros_like(cosine_BN)
-        for query, (cosine_N, row_N) in enumerate(zip(cosine_BN, row_BN, strict=True)):
-            near = np.flatnonzero(cosine_N > 0)
-            vectors_ND = self._vectors(row_N[near])
-            kernel_NN = vectors_ND @ vectors_ND.T
-            kernel_NN.ravel()[:: len(near) + 1] += RIDGE
-            out[query, near] = np.linalg.solve(kernel_NN, cosine_N[near])
-        return out
+        out_BN = np.empty_like(cosine_BN)
+        for start in range(0, len(out_BN), _SOLVED_AT_ONCE):
+            block = slice(start, start + _SOLVED_AT_ONCE)
+            out_BN[block] = self._ridge_weights(cosine_BN[block], row_BN[block])
+        return out_BN
 
-    def _vectors(self, row_N: Rows) -> Floats:
-        """Dense vectors of the given voters; word columns that are 0 for all of them
-        are dropped.
-        """
-        if self._words is None:
-            return self.vectors_MD[row_N].astype(np.float32)
-        place_E, word_E, value_E = self._words.entries(row_N)
-        used, column_E = np.unique(word_E, return_inverse=True)
-        out = np.zeros((len(row_N), len(used)), dtype=np.float32)
-        out[place_E, column_E] = value_E
-        return out
+    def _ridge_weights(self, cosine_BN: Floats, row_BN: Rows) -> Floats:
+        """Only neighbours with a positive cosine vote: the others have an equation of their own."""
+        is_near_BN = cosine_BN > 0
+        near_BN = np.where(is_near_BN, row_BN, -1)
+        if self._products is not None:
+            kernel_BNN = self._products.of(near_BN)
+        else:
+            vectors_BND = self.vectors_MD[row_BN].astype(np.float32)
+            vectors_BND[~is_near_BN] = 0
+            kernel_BNN = vectors_BND @ vectors_BND.transpose(0, 2, 1)
+        kernel_BNN += np.float32(RIDGE) * np.identity(row_BN.shape[1], dtype=np.float32)
+        cosine_BN1 = np.where(is_near_BN, cosine_BN, 0)[:, :, None]
+        return np.linalg.solve(kernel_BNN, cosine_BN1)[:, :, 0]
 
     def votes(
         self, query_BD: Floats | csr_matrix, num: int, left_out: Rows | None = None
@@ -253,62 +267,96 @@ class Neighbours:
         """
         if left_out is None:
             cosine_BN, row_BN = self.nearest(query_BD, num)
+            left_out = np.full(len(row_BN), -1, dtype=np.int64)
         else:
             cosine_BN, row_BN = self.nearest(query_BD, num + 1)
             cosine_BN[row_BN == left_out[:, None]] = 0
         weight_BN = self.weights(cosine_BN, row_BN)
-        num_labels = self.num_labels
-        query_T, rank_T = np.nonzero(weight_BN)
-        voter_T = row_BN[query_T, rank_T]
-        weight_T = weight_BN[query_T, rank_T]
-        place_E, label_E, share_E = self._labels.entries(voter_T)
-        query_E = query_T[place_E]
-        if left_out is not None and self.num_voters > self.num_queries:
-            voted_by_E = voter_T[place_E] - self.num_queries
-            share_E = self._share_without(left_out[query_E], voted_by_E, label_E, share_E)
-        key_N, which_E = np.unique(query_E * num_labels + label_E, return_inverse=True)
-        vote_E = weight_T[place_E] * share_E
-        sum_N = np.bincount(which_E, vote_E, minlength=len(key_N))
-        positive_N = sum_N > 0
-        key_N = key_N[positive_N]
-        sum_N = sum_N[positive_N]
+        begin = self._voters.voted.begin
+        num_entries = np.where(row_BN < 0, 0, begin[row_BN + 1] - begin[row_BN]).sum()
+        key_T = np.empty(num_entries, dtype=np.int64)
+        vote_T = np.empty(num_entries, dtype=np.float32)
+        ballots = _Ballots(weight_BN, row_BN, left_out)
+        num = _count(ballots, self._voters, self._of_labels.sums, key_T, vote_T)
+        order = np.argsort(key_T[:num])
+        votes = PairScores(key_T[order], vote_T[order], (len(row_BN), self.num_labels))
         if self.vote in ("square", "softmax"):
-            query_N = key_N // num_labels
-            largest_B = np.zeros(len(row_BN))
-            np.maximum.at(largest_B, query_N, sum_N)
-            sum_N = sum_N / largest_B[query_N]
-        shape = (len(row_BN), num_labels)
-        return PairScores(key_N, sum_N.astype(np.float32), shape)
-
-    def _share_without(
-        self, row_E: Rows, voter_E: Rows, label_E: npt.NDArray[Any], share_E: Floats
-    ) -> Floats:
-        """Vote weights as if a training query were absent; they change only where it has the voting
-        label.
-
-        Args:
-            row_E: the training query. voter_E: the voting label, negative if the voter is a
-            training query.
-            label_E: the label voted for. share_E: weight of the vote with the training query
-            present.
-        """
-        some = np.flatnonzero((voter_E >= 0) & (voter_E != label_E))
-        some = some[self._has(row_E[some], voter_E[some])]
-        count = self.label_counts[voter_E[some]]
-        has_both = self._has(row_E[some], label_E[some])
-        both = share_E[some] / COMPANION * count - has_both
-        out = share_E.copy()
-        out[some] = _companion(both / np.maximum(count - 1, 1))
-        return out
-
-    def _has(self, row_E: Rows, label_E: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-        """Whether training query `row_E[e]` has label `label_E[e]`, bool [E]."""
-        return self._pairs.at(row_E * self.num_labels + label_E) > 0
+            return votes.relative()
+        return votes
 
 
-def _companion(share: npt.NDArray[np.floating[Any]]) -> Floats:
-    """Weight of a label's vote for a label with which it shares this part of its queries."""
-    return np.where(share >= LEAST_SHARE, COMPANION * share, np.float32(0))
+class _Voters(NamedTuple):
+    """What compiled code reads of the voters."""
+
+    num_queries: int
+    voted: Csr  # [voters, L]: labels of a training query; of a label, itself and co-occurring ones
+    labels_ML: Csr
+    label_counts: Array
+
+
+class _Ballots(NamedTuple):
+    """The voters of each query, their weights, and the training query that is left out, or -1."""
+
+    weight_BN: Array
+    row_BN: Array
+    left_out_B: Array
+
+
+@compiled_inline
+def _has(matrix: Csr, row: int, column: int) -> bool:
+    for place in range(matrix.begin[row], matrix.begin[row + 1]):
+        if matrix.column[place] == column:
+            return True
+    return False
+
+
+@compiled_inline
+def _share(voters: _Voters, voter: int, place: int, left_out: int) -> Any:
+    """Weight of a voter's vote for one of its labels, as if the training query `left_out` were
+    absent: that changes only the shares of the labels that it has.
+    """
+    share = voters.voted.value[place]
+    label = voters.voted.column[place]
+    voting_label = voter - voters.num_queries
+    if voting_label < 0 or voting_label == label:
+        return share
+    if left_out >= 0 and _has(voters.labels_ML, left_out, voting_label):
+        count = voters.label_counts[voting_label]
+        num_both = share * count
+        if _has(voters.labels_ML, left_out, label):
+            num_both -= _ONE
+        share = num_both / max(count - _ONE, _ONE)
+        if share < LEAST_SHARE:
+            return np.float32(0)
+    return COMPANION * share
+
+
+@compiled
+def _count(ballots: _Ballots, voters: _Voters, sums: Sums, key_T: Array, vote_T: Array) -> Any:
+    """Fill in the positive sums of votes, query by query; returns their number."""
+    num_labels = len(sums.total)
+    num_queries, num_voters = ballots.row_BN.shape
+    num_written = 0
+    for query in range(num_queries):
+        left_out = ballots.left_out_B[query]
+        num_reached = np.int64(0)
+        for n in range(num_voters):
+            weight = ballots.weight_BN[query, n]
+            if weight == 0:
+                continue
+            voter = ballots.row_BN[query, n]
+            for place in range(voters.voted.begin[voter], voters.voted.begin[voter + 1]):
+                label = voters.voted.column[place]
+                vote = weight * _share(voters, voter, place, left_out)
+                num_reached = add(sums, num_reached, label, vote)
+        for n in range(num_reached):
+            label = sums.reached[n]
+            if sums.total[label] > 0:
+                key_T[num_written] = query * num_labels + label
+                vote_T[num_written] = sums.total[label]
+                num_written += 1
+            sums.total[label] = NOT_REACHED
+    return num_written
 
 
 def _rounded_to_float16(matrix: csr_matrix) -> csr_matrix:

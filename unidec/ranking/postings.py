@@ -1,24 +1,32 @@
-"""The rows of a sparse matrix with the largest inner products with a query, found by an inverted
-index: the work is that of the entries in the query's columns, whatever the number of rows.
+"""Inner products of sparse rows: an inverted index finds the rows with the largest ones with a
+query; the work is that of the entries in the query's columns, whatever the number of rows.
 
-Sums are of float32 products in float64, in the order of the query's columns, and rounded to
-float32: the same for one query and for many.
+Sums are in float32, in the order of the query's columns: the same for one query and for many.
 
-Legend: B queries, R rows, F columns (words), N entries of the matrix, E entries of the queries, K
-results, P pairs of a query and a row.
+Legend: B queries, R rows, F columns (words), N rows of a query, E their entries, K results, P pairs
+of a query and a row.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any
 
-import numba
 import numpy as np
-from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
+from unidec.ranking.compiled import (
+    NOT_REACHED,
+    Array,
+    Csr,
+    Sums,
+    Workspace,
+    add,
+    compiled,
+)
 from unidec.ranking.heads import Floats, Rows
+from unidec.ranking.largest import keep, sort_kept
+
+_NO_PAIRS = np.zeros(0, dtype=np.int64)
 
 
 class Postings:
@@ -29,173 +37,144 @@ class Postings:
     """
 
     def __init__(self, matrix_RF: csr_matrix) -> None:
-        matrix_RF = csr_matrix(matrix_RF, dtype=np.float32)
-        matrix_RF.sort_indices()
-        self.shape = matrix_RF.shape
-        self._by_row = _arrays(matrix_RF)
-        self._by_column = _arrays(csr_matrix(matrix_RF.T))
-        self._work = threading.local()
+        columns = csr_matrix(matrix_RF.T, dtype=np.float32)
+        columns.sort_indices()
+        self._columns = Csr.of(columns)
+        self._of_rows = Workspace(matrix_RF.shape[0])
 
-    def best(self, query_BF: csr_matrix, num: int) -> tuple[Floats, Rows]:
-        """The rows with the largest positive inner products, best first; ties are ordered by row.
+    def search(
+        self, queries: Csr, num: int, query_P: Rows = _NO_PAIRS, row_P: Rows = _NO_PAIRS
+    ) -> tuple[Floats, Rows, Floats]:
+        """The rows with the largest positive inner products, best first, ties ordered by row; and
+        the inner products of some pairs.
+
+        Args:
+            query_P, row_P: pairs, ascending by query.
 
         Returns:
-            inner products float32 [B, K] and rows int64 [B, K]; 0 and -1 where there is no result.
+            inner products float32 [B, K] and rows int64 [B, K], 0 and -1 where there is no result;
+            inner products of the pairs float32 [P].
         """
-        num_queries = query_BF.shape[0]
+        num_queries = len(queries.begin) - 1
         score_BK = np.zeros((num_queries, num), dtype=np.float32)
         row_BK = np.full(score_BK.shape, -1, dtype=np.int64)
-        _best(*_arrays(query_BF), *self._by_column, *self._workspace(), score_BK, row_BK)
+        score_P = np.zeros(len(row_P), dtype=np.float32)
+        begin_B = np.searchsorted(query_P, np.arange(num_queries + 1))
+        _read(queries, self._columns, self._of_rows.sums, begin_B, row_P, score_P, score_BK, row_BK)
+        return score_BK, row_BK, score_P
+
+    def best(self, queries: Csr, num: int) -> tuple[Floats, Rows]:
+        """The rows with the largest positive inner products, and those: see `search`."""
+        score_BK, row_BK, _ = self.search(queries, num)
         return score_BK, row_BK
 
-    def at(self, query_BF: csr_matrix, query_P: Rows, row_P: Rows) -> Floats:
-        """Inner products of some pairs, float32 [P]. The indices of the queries must be sorted."""
-        score_P = np.empty(len(query_P), dtype=np.float32)
-        _at(*_arrays(query_BF), *self._by_row, query_P, row_P, score_P)
+    def at(self, queries: Csr, query_P: Rows, row_P: Rows) -> Floats:
+        """Inner products of some pairs, ascending by query: float32 [P]."""
+        *_, score_P = self.search(queries, 0, query_P, row_P)
         return score_P
 
-    def _workspace(self) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.int64]]:
-        """This thread's sums of all rows, whether a row was reached, and a list of those that were.
-        Made once; a query reads, writes and clears only what it reaches.
-        """
-        if not hasattr(self._work, "arrays"):
-            num_rows = self.shape[0]
-            reached = np.zeros(num_rows, dtype=bool)
-            self._work.arrays = np.zeros(num_rows), reached, np.zeros(num_rows, dtype=np.int64)
-        arrays: tuple[Any, Any, Any] = self._work.arrays
-        return arrays
 
+class RowProducts:
+    """Inner products of a matrix's rows with each other. Thread-safe.
 
-def _arrays(matrix: csr_matrix) -> tuple[NDArray[np.int64], NDArray[np.int32], Floats]:
-    return (
-        matrix.indptr.astype(np.int64, copy=False),
-        matrix.indices.astype(np.int32, copy=False),
-        matrix.data.astype(np.float32, copy=False),
-    )
-
-
-@numba.njit(nogil=True, cache=True)
-def _best(
-    begin_B: Any,
-    column_E: Any,
-    weight_E: Any,
-    begin_F: Any,
-    row_N: Any,
-    value_N: Any,
-    sum_R: Any,
-    is_reached_R: Any,
-    reached_R: Any,
-    score_BK: Any,
-    row_BK: Any,
-) -> None:
-    """Fill in the best rows of each query."""
-    for query in range(len(begin_B) - 1):
-        num_reached = 0
-        for entry in range(begin_B[query], begin_B[query + 1]):
-            column = column_E[entry]
-            for place in range(begin_F[column], begin_F[column + 1]):
-                row = row_N[place]
-                if not is_reached_R[row]:
-                    is_reached_R[row] = True
-                    sum_R[row] = 0.0
-                    reached_R[num_reached] = row
-                    num_reached += 1
-                sum_R[row] += np.float64(value_N[place] * weight_E[entry])
-        num_kept = 0
-        for n in range(num_reached):
-            row = reached_R[n]
-            is_reached_R[row] = False
-            score = np.float32(sum_R[row])
-            if score > 0:
-                num_kept = _keep(score, row, score_BK[query], row_BK[query], num_kept)
-        _sort(score_BK[query], row_BK[query], num_kept)
-
-
-@numba.njit(nogil=True, cache=True)
-def _is_worse(score: Any, row: Any, other_score: Any, other_row: Any) -> Any:
-    return score < other_score or (score == other_score and row > other_row)
-
-
-@numba.njit(nogil=True, cache=True)
-def _keep(score: Any, row: Any, score_K: Any, row_K: Any, num_kept: int) -> int:
-    """Put a row into the heap of the best rows, whose root is the worst of them; returns their
-    number.
+    Args:
+        matrix_RF: CSR [R, F].
     """
-    if num_kept == len(score_K):
-        if not _is_worse(score_K[0], row_K[0], score, row):
-            return num_kept
-        _sink(score, row, score_K, row_K, num_kept)
-        return num_kept
-    place = num_kept
-    while place > 0:
-        above = (place - 1) // 2
-        if not _is_worse(score, row, score_K[above], row_K[above]):
-            break
-        score_K[place] = score_K[above]
-        row_K[place] = row_K[above]
-        place = above
-    score_K[place] = score
-    row_K[place] = row
-    return num_kept + 1
+
+    def __init__(self, matrix_RF: csr_matrix) -> None:
+        self._rows = Csr.of(matrix_RF)
+        self._links = _Links(matrix_RF.shape[1])
+
+    def of(self, row_BN: Rows) -> Floats:
+        """Inner products of each query's rows, float32 [B, N, N]; 0 for row -1."""
+        num_queries, num_rows = row_BN.shape
+        product_BNN = np.zeros((num_queries, num_rows, num_rows), dtype=np.float32)
+        _products(self._rows, row_BN, self._links.last_F, product_BNN)
+        return product_BNN
 
 
-@numba.njit(nogil=True, cache=True)
-def _sink(score: Any, row: Any, score_K: Any, row_K: Any, num_kept: int) -> None:
-    """Replace the heap's root."""
-    place = 0
-    while 2 * place + 1 < num_kept:
-        below = 2 * place + 1
-        right = below + 1
-        if right < num_kept and _is_worse(
-            score_K[right], row_K[right], score_K[below], row_K[below]
-        ):
-            below = right
-        if not _is_worse(score_K[below], row_K[below], score, row):
-            break
-        score_K[place] = score_K[below]
-        row_K[place] = row_K[below]
-        place = below
-    score_K[place] = score
-    row_K[place] = row
+class _Links(threading.local):
+    """Each thread's own list of the last entry of each column, for `_products`."""
+
+    def __init__(self, num_columns: int) -> None:
+        self.last_F = np.full(num_columns, -1, dtype=np.int64)
 
 
-@numba.njit(nogil=True, cache=True)
-def _sort(score_K: Any, row_K: Any, num_kept: int) -> None:
-    """Order the heap, best first."""
-    for last in range(num_kept - 1, 0, -1):
-        score = score_K[last]
-        row = row_K[last]
-        score_K[last] = score_K[0]
-        row_K[last] = row_K[0]
-        _sink(score, row, score_K, row_K, last)
-
-
-@numba.njit(nogil=True, cache=True)
-def _at(
-    begin_B: Any,
-    column_E: Any,
-    weight_E: Any,
-    begin_R: Any,
-    column_N: Any,
-    value_N: Any,
-    query_P: Any,
-    row_P: Any,
-    score_P: Any,
+@compiled
+def _read(
+    queries: Csr,
+    columns: Csr,
+    sums: Sums,
+    begin_B: Array,
+    row_P: Array,
+    score_P: Array,
+    score_BK: Array,
+    row_BK: Array,
 ) -> None:
-    """Fill in the inner products of the pairs: both lists of columns ascend."""
-    for pair in range(len(query_P)):
-        entry = begin_B[query_P[pair]]
-        last_entry = begin_B[query_P[pair] + 1]
-        place = begin_R[row_P[pair]]
-        last_place = begin_R[row_P[pair] + 1]
-        total = 0.0
-        while entry < last_entry and place < last_place:
-            if column_E[entry] < column_N[place]:
+    num_results = score_BK.shape[1]
+    for query in range(len(score_BK)):
+        num_reached = np.int64(0)
+        for entry in range(queries.begin[query], queries.begin[query + 1]):
+            column = queries.column[entry]
+            weight = queries.value[entry]
+            for place in range(columns.begin[column], columns.begin[column + np.uint32(1)]):
+                product = columns.value[place] * weight
+                num_reached = add(sums, num_reached, columns.column[place], product)
+        for pair in range(begin_B[query], begin_B[query + 1]):
+            score = sums.total[row_P[pair]]
+            if score != NOT_REACHED:
+                score_P[pair] = score
+        num_kept = np.int64(0)
+        least = np.float32(0)
+        for n in range(num_reached):
+            row = sums.reached[n]
+            score = sums.total[row]
+            sums.total[row] = NOT_REACHED
+            if score > 0 and score >= least and num_results > 0:
+                num_kept = keep(score, row, score_BK[query], row_BK[query], num_kept)
+                if num_kept == num_results:
+                    least = score_BK[query, 0]
+        sort_kept(score_BK[query], row_BK[query], num_kept)
+
+
+@compiled
+def _products(rows: Csr, row_BN: Array, last_F: Array, product_BNN: Array) -> None:
+    """Add up the products of each pair of entries in the same column: the entries of a column are
+    linked, the last one first.
+
+    Args:
+        last_F: last entry of each column, int64; all -1, as they are again afterwards.
+    """
+    num_rows = row_BN.shape[1]
+    for query in range(len(row_BN)):
+        num_entries = 0
+        for n in range(num_rows):
+            if row_BN[query, n] >= 0:
+                num_entries += rows.begin[row_BN[query, n] + 1] - rows.begin[row_BN[query, n]]
+        before_E = np.empty(num_entries, dtype=np.int64)
+        row_E = np.empty(num_entries, dtype=np.int64)
+        value_E = np.empty(num_entries, dtype=np.float32)
+        entry = 0
+        for n in range(num_rows):
+            row = row_BN[query, n]
+            if row < 0:
+                continue
+            for place in range(rows.begin[row], rows.begin[row + 1]):
+                column = rows.column[place]
+                value = rows.value[place]
+                before_E[entry] = last_F[column]
+                row_E[entry] = n
+                value_E[entry] = value
+                last_F[column] = entry
+                other = entry
+                while other >= 0:
+                    product_BNN[query, n, row_E[other]] += value * value_E[other]
+                    other = before_E[other]
                 entry += 1
-            elif column_E[entry] > column_N[place]:
-                place += 1
-            else:
-                total += np.float64(value_N[place] * weight_E[entry])
-                entry += 1
-                place += 1
-        score_P[pair] = np.float32(total)
+        for n in range(num_rows):
+            row = row_BN[query, n]
+            for m in range(n):
+                product_BNN[query, m, n] = product_BNN[query, n, m]
+            if row >= 0:
+                for place in range(rows.begin[row], rows.begin[row + 1]):
+                    last_F[rows.column[place]] = -1

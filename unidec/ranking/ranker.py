@@ -25,7 +25,8 @@ from unidec.ranking.candidates import (
     candidate_keys,
     votes_alone,
 )
-from unidec.ranking.fusion import FEWEST_CANDIDATES, RESCORE, Fusion, LabelEvidence
+from unidec.ranking.evidence import FEWEST_CANDIDATES, RESCORE, LabelEvidence
+from unidec.ranking.fusion import Fusion
 from unidec.ranking.heads import Floats, Heads, Rows, Space
 from unidec.ranking.neighbours import Neighbours
 from unidec.ranking.query_encoder import Encoded
