@@ -232,15 +232,13 @@ def test_excluded_pairs_are_not_ranked(voters, monkeypatch):
     np.testing.assert_allclose(network.mean, wanted[0], atol=1e-6)
 
 
-def test_no_network_of_few_queries_or_too_many_labels(voters, monkeypatch):
+def test_no_network_of_few_queries(voters, monkeypatch):
     scorer = WordScorer(voters, VOTING)
     none = np.zeros(0, np.int64)
     assert fit_word_network(scorer, none) is None
     monkeypatch.setattr(fusion_fit, "LEAST_WORD_QUERIES", 20)
     monkeypatch.setattr(fusion_fit, "WORD_STEPS", 1)
     assert fit_word_network(scorer, none) is not None
-    monkeypatch.setattr(fusion_fit, "_MOST_SCORES", 19 * len(TITLES))
-    assert fit_word_network(scorer, none) is None
 
 
 def test_first_words_are_read_as_if_texts_ended_there(tmp_path, rng, monkeypatch):

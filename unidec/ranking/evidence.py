@@ -248,7 +248,7 @@ def _compare(candidates: _Candidates, query: int, score_P: Array, work: _Work) -
     those with a larger score. Returns the largest score of those, 0 without any.
     """
     pairs = range(candidates.begin_B[query], candidates.begin_B[query + 1])
-    num_references = np.int64(0)
+    num_references: Any = np.int64(0)
     for pair in pairs:
         if candidates.is_reference_P[pair]:
             num_references = keep(score_P[pair], pair, work.sorted_P, work.place_P, num_references)

@@ -41,7 +41,6 @@ WORD_BATCH = 256
 WORD_STEPS = 1500
 LEAST_WORD_QUERIES = 1000
 MOST_WORD_QUERIES = 24_000
-_MOST_SCORES = 320_000_000  # scores of training queries with all labels: takes half a minute
 _LEAST_SCALE = 1e-6
 
 
@@ -110,13 +109,12 @@ def fit_word_network(scorer: WordScorer, excluded: Rows, seed: int = 0) -> Netwo
         excluded: int64 keys training query * L + label of pairs that are not ranked.
 
     Returns:
-        None if fewer than `LEAST_WORD_QUERIES` can be scored: there are too few, or too many labels
-        to score in time.
+        None if there are fewer than `LEAST_WORD_QUERIES` training queries.
     """
     neighbours = scorer.neighbours
     generator = np.random.default_rng(seed)
     num_labels = neighbours.num_labels
-    num = min(neighbours.num_queries, MOST_WORD_QUERIES, _MOST_SCORES // num_labels)
+    num = min(neighbours.num_queries, MOST_WORD_QUERIES)
     if num < LEAST_WORD_QUERIES:
         return None
     rows = np.sort(generator.choice(neighbours.num_queries, num, replace=False))
