@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,19 @@ def test_pools_have_the_size_of_the_affinity_or_of_the_users_variable():
     assert sizes("taskset", "-c", one) == expected
     given = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "ACTIVE", "OPENBLAS_NUM_THREADS": "2"}
     assert sizes(**given)[1:] == ["1", "1", "2", "ACTIVE"]
+
+
+def test_a_pool_within_a_pool_has_one_thread(monkeypatch):
+    def workers(_number: int) -> int:
+        with cores.thread_pool() as threads:
+            return len(set(threads.map(lambda _: threading.get_ident(), range(8))))
+
+    monkeypatch.setattr(cores, "usable_cores", lambda: 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with cores.thread_pool() as threads:
+        assert list(threads.map(workers, range(4))) == [1] * 4
+        assert threads.submit(cores.num_threads, 3).result() == 1
+    assert cores.num_threads() == 4
 
 
 def test_pools_do_not_nest():

@@ -14,6 +14,7 @@ import contextlib
 import math
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ _set_here: set[str] = set()  # variables that `prepare` has set
 _had_threads = False  # of the parent, when this process was forked
 # from a process with threads: its pools have lost them, and would wait for them without end
 _is_forked = False
+_thread = threading.local()  # is_pooled: set in the threads of our own pools
 
 
 def usable_cores(system: Path = _SYSTEM) -> int:
@@ -125,9 +127,10 @@ def one_thread_of_blas() -> None:
 def num_threads(wanted: int = 0) -> int:
     """Size of a pool of threads: `wanted`; for 0, OMP_NUM_THREADS or else the usable cores.
 
-    In a forked process it is 1: the pools of its parent exist there without their threads.
+    In a thread of our own pools it is 1. So it is in a forked process: the pools of its parent
+    exist there without their threads.
     """
-    if _is_forked:
+    if _is_forked or getattr(_thread, "is_pooled", False):
         return 1
     if wanted > 0:
         return wanted
@@ -174,7 +177,7 @@ def thread_pool(most: int | None = None) -> Iterator[ThreadPoolExecutor]:
     try:
         with (
             threadpool_limits(1, "blas"),
-            ThreadPoolExecutor(size, initializer=_single_threaded) as threads,
+            ThreadPoolExecutor(size, initializer=_begin_pooled) as threads,
         ):
             yield threads
     finally:
@@ -187,6 +190,11 @@ def _spins() -> bool:
     set the policy.
     """
     return _torch_was_first and _WAIT in _set_here
+
+
+def _begin_pooled() -> None:
+    _thread.is_pooled = True
+    _single_threaded()
 
 
 def _single_threaded() -> None:

@@ -18,6 +18,7 @@ import pytest
 from helpers.tiny_bundle import predict_file, write_tiny_bundle
 
 from unidec.bundle import predict_file as module
+from unidec.bundle.answer import Answerer, LabelQuery
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.predict_file import (
     FileRequest,
@@ -96,6 +97,85 @@ def test_shards_give_the_bytes_of_one_piece(rng, tmp_path, texts, ending, output
     merge(work)
     assert (tmp_path / output).read_bytes() == (tmp_path / "whole" / output).read_bytes()
     assert not shards_folder(tmp_path / output).exists()
+
+
+@pytest.fixture
+def batches(monkeypatch) -> list[int]:
+    """The first row of each batch that was begun; some batches take longer than the next ones."""
+    begun = []
+    predict = Bundle.predict_table
+
+    def slow(bundle, texts, k, *, first_row, batch_size):
+        begun.append(first_row)
+        time.sleep(0.01 * (first_row % (3 * BATCH) == 0))
+        return predict(bundle, texts, k, first_row=first_row, batch_size=batch_size)
+
+    monkeypatch.setattr(Bundle, "predict_table", slow)
+    return begun
+
+
+def test_any_number_of_threads_gives_the_same_bytes(rng, tmp_path, texts, monkeypatch, batches):
+    write_tiny_bundle(tmp_path / "b", rng)
+    source = write_queries(tmp_path / "in.csv", texts)
+    outputs = set()
+    for threads in ("1", "2", "5"):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        output = tmp_path / f"{threads}.parquet"
+        predict_file(Bundle.load(tmp_path / "b"), source, output, batch_size=BATCH, shards=2)
+        outputs.add(output.read_bytes())
+    assert len(outputs) == 1
+    assert sorted(batches) == sorted(3 * list(range(0, len(texts), BATCH)))
+
+
+def test_only_a_few_batches_are_begun_ahead_of_the_file(rng, tmp_path, texts, monkeypatch, batches):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    write_tiny_bundle(tmp_path / "b", rng)
+    source = write_queries(tmp_path / "in.csv", texts)
+    work = plan(tmp_path / "b", source, tmp_path / "out.csv", batch_size=BATCH, shards=1)
+    ahead = []
+    shown = []
+
+    def show(count: int) -> None:
+        ahead.append(len(batches) - len(shown))
+        shown.append(count)
+
+    write_shard(work, 0, Bundle.load(tmp_path / "b"), show)
+    assert sum(shown) == len(texts)
+    assert max(ahead) <= 2 * 2
+
+
+def test_an_error_of_one_batch_ends_the_work_which_then_resumes(rng, tmp_path, texts, monkeypatch):
+    write_tiny_bundle(tmp_path / "b", rng)
+    source = write_queries(tmp_path / "in.csv", texts)
+    bundle = Bundle.load(tmp_path / "b")
+    output = tmp_path / "out.csv"
+    predict = bundle.predict_table
+
+    def fail(texts, k, *, first_row, batch_size):
+        if first_row == 9 * BATCH:
+            raise MemoryError("no memory")
+        return predict(texts, k, first_row=first_row, batch_size=batch_size)
+
+    monkeypatch.setattr(bundle, "predict_table", fail)
+    with pytest.raises(MemoryError, match="no memory"):
+        predict_file(bundle, source, output, batch_size=BATCH, shards=4)
+    assert not output.exists()
+    monkeypatch.setattr(bundle, "predict_table", predict)
+    assert plan(tmp_path / "b", source, output, batch_size=BATCH, shards=4).missing() == [2, 3]
+    assert predict_file(bundle, source, output, batch_size=BATCH, shards=4) == len(texts)
+
+
+def test_a_file_has_the_answers_of_the_server(rng, tmp_path, texts):
+    write_tiny_bundle(tmp_path / "b", rng)
+    bundle = Bundle.load(tmp_path / "b")
+    source = write_queries(tmp_path / "in.parquet", texts)
+    predict_file(bundle, source, tmp_path / "out.parquet", k=3, batch_size=BATCH)
+    table = pq.read_table(tmp_path / "out.parquet")
+    answerer = Answerer(bundle, bundle.encoder)
+    answers = [answerer.answer([LabelQuery(text, k=3)])[0] for text in texts]
+    assert table["label"].to_pylist() == [uid for answer in answers for uid in answer.labels]
+    scores = [score for answer in answers for score in answer.scores]
+    assert table["score"].to_pylist() == pytest.approx(scores, abs=1e-4)
 
 
 def test_what_is_whole_is_not_made_again(rng, tmp_path, texts, monkeypatch):
@@ -273,9 +353,8 @@ def test_the_runtime_that_was_asked_for_encodes_every_shard(rng, tmp_path, texts
         tmp_path / "b", source, tmp_path / "out.csv", batch_size=BATCH, shards=3, runtime="onnx"
     )
     run(work, [0])
-    # the threads that the worker has
-    assert [runtime for runtime, _ in opened] == ["onnx"]
-    assert opened[0][1] > 0
+    # one thread for each batch, and batches in parallel
+    assert opened == [("onnx", 1)]
     # shards of another runtime are not joined with these: they may round otherwise
     other = plan(
         tmp_path / "b",

@@ -96,11 +96,8 @@ def place(tmp_path_factory) -> Path:
     )
     texts = [" ".join(rng.choice(WORDS, rng.integers(1, 9))) for _ in range(ROWS)]
     pq.write_table(pa.table({"query": texts}), root / "in.parquet", row_group_size=999)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the workers: other numbers of threads may round otherwise
     names = (str(root / name) for name in ("bundle", "in.parquet", "whole.parquet"))
     predict_file(Bundle.load(root / "bundle"), FileRequest(*names, k=3))
-    torch.set_num_threads(threads)
     return root
 
 

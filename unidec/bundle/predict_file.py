@@ -4,9 +4,10 @@ can be resumed.
 A runner maps `run_shard` over processes or machines; `predict_file` does all the work in one
 process.
 
-First, the texts are copied into one record batch per encoded batch. Shards begin at batch
-boundaries, so the output is the same, byte for byte, for any number of shards. (Scores can differ
-in their last bits between processes with different numbers of threads or different processors.)"""
+First, the texts are copied into one record batch per encoded batch. Threads predict whole batches,
+and use no further threads; shards begin at batch boundaries. So the output is the same, byte for
+byte, for any number of threads and shards. (Scores can differ in their last bits between
+processors.)"""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ import functools
 import json
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -26,12 +29,11 @@ from unidec.bundle.bundle import PREDICTION_SCHEMA, Bundle
 from unidec.bundle.bundle_folder import KIND, VERSION
 from unidec.bundle.text_file import read_texts
 from unidec.config import RawBounds
-from unidec.cores import num_threads
+from unidec.cores import num_threads, thread_pool
 from unidec.data.raw_lines import DEFAULT_BOUNDS
 from unidec.data.shards import Work, alone, cuts, shards_folder
 from unidec.data.storage import file_sha256, folder_sha256, read_manifest, write_file
 from unidec.errors import ArtifactError, DataError
-from unidec.model.faiss_library import faiss_module
 from unidec.progress import progress
 from unidec.ranking.query_encoder import Runtime, open_encoder
 
@@ -94,7 +96,7 @@ def predict_file(
     with alone(shards_folder(request.output)):
         work = begin_predictions(request, shards, bounds)
         if request.runtime != "torch":
-            bundle.encoder = open_encoder(bundle, request.runtime)
+            bundle.encoder = open_encoder(bundle, request.runtime, threads=1)
         missing = work.missing()
         num_missing = sum(map(work.size, missing))
         with progress(total=num_missing, desc="predict", unit="query") as bar:
@@ -172,7 +174,7 @@ def run_shard(folder: str | os.PathLike[str], number: int, threads: int = 0) -> 
     """Write one shard of a plan if it is missing, in any process with access to the folder.
 
     Args:
-        threads: CPU threads that this process uses; 0: unchanged.
+        threads: threads that predict; 0: one for each core.
 
     Raises:
         ArtifactError: there is no plan, or as `write_shard`.
@@ -180,12 +182,7 @@ def run_shard(folder: str | os.PathLike[str], number: int, threads: int = 0) -> 
     work = Work.open(folder)
     if work.is_whole(number):
         return
-    if threads:
-        import torch
-
-        torch.set_num_threads(num_threads(threads))
-        faiss_module().omp_set_num_threads(num_threads(threads))
-    write_shard(work, number)
+    write_shard(work, number, threads=threads)
 
 
 def write_shard(
@@ -193,12 +190,14 @@ def write_shard(
     number: int,
     bundle: Bundle | None = None,
     show: Callable[[int], object] = lambda _count: None,
+    threads: int = 0,
 ) -> None:
     """Predict the queries of one shard.
 
     Args:
         bundle: the plan's bundle if it is already loaded.
         show: called with the number of queries of each finished batch.
+        threads: as in `run_shard`.
 
     Raises:
         ArtifactError: the bundle differs from the plan's, or the shard cannot be written.
@@ -210,6 +209,7 @@ def write_shard(
         with _loading:
             bundle = open_bundle(*(settings[name] for name in facts))
     batch_size = settings["batch_size"]
+    starts = range(first, last, batch_size)
     options = pa.ipc.IpcWriteOptions(compression="zstd")  # a query's text is stored k times
     with (
         work.write(number) as out,
@@ -217,23 +217,39 @@ def write_shard(
         pa.ipc.open_file(source) as reader,
         pa.OSFile(str(out.path / "predictions.arrow"), "wb") as file,
         pa.ipc.new_file(file, PREDICTION_SCHEMA, options=options) as writer,
+        thread_pool(threads or None) as pool,
     ):
-        for row in range(first, last, batch_size):
+
+        def predict(row: int) -> Future[pa.Table]:
             texts = reader.get_batch(row // batch_size)["text"].to_pylist()
-            table = bundle.predict_table(texts, settings["k"], first_row=row, batch_size=len(texts))
+            return pool.submit(
+                bundle.predict_table, texts, settings["k"], first_row=row, batch_size=len(texts)
+            )
+
+        for row, table in zip(starts, _in_order(map(predict, starts)), strict=True):
             writer.write_table(table.combine_chunks())
-            show(len(texts))
+            show(min(batch_size, last - row))
+
+
+def _in_order(futures: Iterator[Future[pa.Table]]) -> Iterator[pa.Table]:
+    """Results of futures, which are begun only a few ahead: memory does not grow with their
+    number, and after an error there is little to wait for.
+    """
+    begun = deque(islice(futures, 2 * num_threads()))
+    while begun:
+        yield begun.popleft().result()
+        begun.extend(islice(futures, 1))
 
 
 @functools.lru_cache(maxsize=1)
 def open_bundle(path: str, sha256: str, device: str, runtime: Runtime) -> Bundle:
     """The bundle of a plan, cached so that a worker does not load it for each shard."""
-    import torch
-
     from unidec.training.precision import choose_device
 
+    lazy = device == "cpu" and runtime != "torch"  # then torch is not even imported
+    device = "cpu" if lazy else str(choose_device(device))
     # verified by `begin_predictions`
-    bundle = Bundle.load(path, verify=False, device=str(choose_device(device)))
+    bundle = Bundle.load(path, verify=False, device=device, lazy=lazy)
     if bundle.sha256 != sha256:
         raise ArtifactError(
             "the bundle differs from that of the first shards",
@@ -243,8 +259,7 @@ def open_bundle(path: str, sha256: str, device: str, runtime: Runtime) -> Bundle
             fix="run the same command again: it starts over with this bundle",
         )
     if runtime != "torch":
-        # the number set by `run_shard`
-        bundle.encoder = open_encoder(bundle, runtime, torch.get_num_threads())
+        bundle.encoder = open_encoder(bundle, runtime, threads=1)
     return bundle
 
 

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from unidec.pipeline.indexing import Tuned
 
 Runtime = Annotated[
-    Literal["torch", "auto", "onnx", "onnx-int8"] | None,
+    Literal["auto", "torch", "onnx", "onnx-int8"],
     Option(
-        help="runtime of the query encoder; default: auto, the fastest that keeps quality, as in "
-        "the server (docs/serving.md)",
+        help="runtime of the query encoder; auto: the fastest that keeps quality, as in the server "
+        "(docs/serving.md)",
     ),
 ]
 Head = Annotated[
@@ -75,7 +75,7 @@ def predict(
     column: Annotated[
         str | None, Option(help="column of --input; default: `query` or `text`")
     ] = None,
-    runtime: Runtime = None,
+    runtime: Runtime = "auto",
     params: ParamsFile = DEFAULT_PARAMS,
     assignments: Assignments = None,
     as_json: AsJson = False,
@@ -98,7 +98,6 @@ def predict(
     from unidec.bundle.bundle import Bundle
 
     loaded = Bundle.load(folder, lazy=runtime != "torch")
-    runtime = runtime or "auto"
     if source is not None:
         from unidec.bundle.predict_file import FileRequest, predict_file
 
