@@ -36,6 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # of the `make test` that runs these tests
 for variable in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES"):
     os.environ.pop(variable, None)  # the tests' own `make` must print what a user's does
+# some containers set it: each of hundreds of child processes would compile the package again
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 # files and folders with the longest tests: they start first, so that no worker is left alone with
