@@ -58,7 +58,6 @@ SLOWEST = (
     "ranking",
     "bundle",
     "test_cli.py",
-    "test_client.py",
     "test_api.py",
     "test_house.py",
 )
