@@ -30,6 +30,8 @@ export DVC_NO_ANALYTICS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 export OMP_WAIT_POLICY ?= PASSIVE
+# some containers set it: each process would compile anew what changed since `make setup`
+unexport PYTHONDONTWRITEBYTECODE
 export OPENBLAS_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # encoders other than all-MiniLM-L6-v2 come from the hub: HF_HUB_OFFLINE=0 make train

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from helpers import shared_prefect, tiny_training
 from helpers.operated_project import OperatedProject
 from helpers.tiny_data import make_raw, tiny_transformer
@@ -35,6 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # of the `make test` that runs these tests
 for variable in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES"):
     os.environ.pop(variable, None)  # the tests' own `make` must print what a user's does
+# some containers set it: each of hundreds of child processes would compile the package again
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 # files and folders with the longest tests: they start first, so that no worker is left alone with
@@ -55,7 +58,6 @@ SLOWEST = (
     "ranking",
     "bundle",
     "test_cli.py",
-    "test_client.py",
     "test_api.py",
     "test_house.py",
 )
@@ -135,18 +137,46 @@ def slice_dataset(slice_raw: RawData, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="session", autouse=True)
+def outlined_charts() -> Iterator[Callable[[Any], Any]]:
+    """Charts on pages are empty pictures with their description: matplotlib takes a quarter of a
+    second to draw one. Child processes draw them, and so do tests with `drawn`. Gives the function
+    that draws.
+    """
+    from markupsafe import Markup, escape
+
+    from unidec.evaluation.figures import Chart
+
+    def outline(chart: Chart) -> Markup:
+        return Markup(f'<svg role="img" aria-label="{escape(chart.about)}"></svg>')
+
+    draw = Chart.svg
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Chart, "svg", outline)
+        yield draw
+
+
+@pytest.fixture
+def drawn(outlined_charts: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Charts are drawn, as for users."""
+    monkeypatch.setattr("unidec.evaluation.figures.Chart.svg", outlined_charts)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def stores_are_copies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """MLflow's migrations take a second or two of a processor: this process runs them for its first
+    """MLflow's migrations take five seconds of a processor: a test run makes them for its first
     store alone.
     """
     from unidec.tracking import store
 
-    first = tmp_path_factory.mktemp("store") / "mlflow.db"
     create = store.create_store
 
     def copy(database: Path, artifacts: str) -> None:
-        if not first.exists():
-            create(first, "file:///nowhere")
+        folder, _ = shared_prefect.test_run(tmp_path_factory.getbasetemp())
+        first = folder / "empty-store.db"
+        with FileLock(f"{first}.lock"):
+            if not first.exists():
+                create(first.with_suffix(".new"), "file:///nowhere")
+                first.with_suffix(".new").rename(first)
         shutil.copyfile(first, database)
         with contextlib.closing(sqlite3.connect(database)) as connection, connection:
             connection.execute("UPDATE experiments SET artifact_location = ? || '/0'", (artifacts,))

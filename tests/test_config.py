@@ -116,6 +116,12 @@ def test_lines_of_keys(tmp_path: Path) -> None:
     values, lines = read_yaml(path)
     assert values == {"a": 1, "pool": {"beta": 2, "eta": 3}}
     assert lines == {("a",): 1, ("pool",): 3, ("pool", "beta"): 4, ("pool", "eta"): 5}
+    values["pool"]["beta"] = 7
+    lines.clear()
+    values, lines = read_yaml(path)
+    assert values["pool"]["beta"] == 2 and lines[("a",)] == 1
+    path.write_text("a: 2\n")
+    assert read_yaml(path) == ({"a": 2}, {("a",): 1})
 
 
 @pytest.mark.parametrize(

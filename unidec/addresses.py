@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -105,12 +105,15 @@ def _user_part(scheme: str, rest: str) -> re.Match[str] | None:
     return None if scheme in _NO_USER else _DATABASE_USER.fullmatch(rest)
 
 
-def without_credentials(text: str) -> str:
+def without_credentials(text: str, secrets: Collection[str] | None = None) -> str:
     """The text without users, passwords and signatures in addresses, without values of parameters
     that have a secret's name, and without the secrets of environment variables, so that it can be
     shown and stored.
+
+    Args:
+        secrets: `secrets_of_environment()`, for many texts at once; None: find them again.
     """
-    for secret in _known_secrets():
+    for secret in secrets_of_environment() if secrets is None else secrets:
         if secret in text:
             text = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", MASK, text)
     if "://" in text:
@@ -195,10 +198,11 @@ def _is_secret(name: str) -> bool:
     return re.fullmatch(rf"(?i){_SECRET_NAME}|pin|code|key", name) is not None
 
 
-def _known_secrets() -> Iterator[str]:
-    """Secrets in the environment: passwords of addresses, and values of variables with a secret's
-    name.
+def secrets_of_environment() -> list[str]:
+    """Passwords of addresses in environment variables, and values of variables with a secret's
+    name; plain and percent-encoded.
     """
+    secrets: list[str] = []
     for name, value in os.environ.items():
         found = ""
         if "://" in value:
@@ -208,6 +212,6 @@ def _known_secrets() -> Iterator[str]:
         ):
             found = value
         if len(found) >= _SHORTEST_SECRET or (len(found) >= 4 and not found.isalnum()):
-            yield from dict.fromkeys(
-                (found, quote(found), quote(found, safe=""), quote_plus(found))
-            )
+            forms = (found, quote(found), quote(found, safe=""), quote_plus(found))
+            secrets += dict.fromkeys(forms)
+    return secrets

@@ -63,6 +63,7 @@ def code_files(*results: str) -> list[Path]:
     return sorted(file for file in found if file.is_file() and "__pycache__" not in file.parts)
 
 
+@functools.cache  # a file may decide several results
 def tree_text(source: bytes) -> str:
     """A module's syntax tree as text, without docstrings and empty fields.
 
@@ -76,7 +77,8 @@ def tree_text(source: bytes) -> str:
 def _write(node: Any, parts: list[str]) -> None:
     if isinstance(node, ast.AST):
         parts.append(f"{type(node).__name__}(")
-        for name, value in ast.iter_fields(node):
+        for name in node._fields:
+            value = getattr(node, name, None)
             if value is not None and value != [] and name != "kind":
                 parts.append(f"{name}=")
                 _write(value, parts)

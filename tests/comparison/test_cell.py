@@ -275,7 +275,7 @@ def test_a_data_set_that_was_not_started_is_only_named(project: SimpleNamespace)
     assert {(entry["cell"], entry["state"]) for entry in page.failures} == expected
 
 
-def test_the_page_is_written(project: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_page_is_written(project: SimpleNamespace, drawn: None) -> None:
     page = results.write_report(project.comparison)
     text = page.read_text()
     assert "Tiny" in text

@@ -1,18 +1,17 @@
-"""Pages without figures."""
+"""Charts are drawn here, but for tests of a page's words."""
 
 from __future__ import annotations
 
 import pytest
-from markupsafe import Markup, escape
 
-from unidec.evaluation.figures import Chart
+
+@pytest.fixture(autouse=True)
+def charts_of_these_tests(request: pytest.FixtureRequest) -> None:
+    """Drawn, unless a test is `undrawn`."""
+    if "undrawn" not in request.fixturenames:
+        request.getfixturevalue("drawn")
 
 
 @pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def undrawn() -> None:
     """Pages without the time that their figures take."""
-    monkeypatch.setattr(
-        Chart,
-        "svg",
-        lambda self: Markup(f'<svg role="img" aria-label="{escape(self.about)}"></svg>'),
-    )

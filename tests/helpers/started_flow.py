@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 from helpers.processes import processes_with
 
+from unidec.tracking.store import prepare_store
+
 PROGRAM = """
 import signal, sys, time
 from pathlib import Path
@@ -53,6 +55,7 @@ class StartedFlow:
         self.folder = folder
         self.home = home
         (folder / "params.yaml").write_text("seed: 0\n")
+        prepare_store(f"sqlite:///{folder}/mlflow/mlflow.db")  # a copy: see tests/conftest.py
         own = {
             name: value
             for name, value in os.environ.items()

@@ -206,7 +206,7 @@ def test_data_that_grew_warns_and_data_that_shrank_stops(
 
 
 def test_the_page_of_the_validation_has_the_change(
-    work: SimpleNamespace, lf_debian: RawData, monkeypatch: pytest.MonkeyPatch
+    work: SimpleNamespace, lf_debian: RawData, drawn: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judged: list[Any] = []
     run_checkpoint = suite.run_checkpoint

@@ -9,12 +9,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from helpers.html_page import Page
 
 from unidec.data.profile import LENGTH_EDGES
 from unidec.evaluation.drift import Check
 from unidec.pipeline.drift_page import Comparison
 
+pytestmark = pytest.mark.usefixtures("drawn")
 CHECKS = [
     Check("bad", "lengths", "distance", None, 0.7, (None, 0.1), (None, 0.5), 0.02),
     Check("worse", "queries <b>", "count", 1000, 1200, (900, 1100), (500, 1500)),

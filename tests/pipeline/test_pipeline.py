@@ -82,11 +82,12 @@ def run_rounds(run: Run) -> dict[str, list[dict]]:
 
 
 @pytest.fixture
-def done(in_work: SimpleNamespace) -> SimpleNamespace:
+def done(in_work: SimpleNamespace, request: pytest.FixtureRequest) -> SimpleNamespace:
     """Everything from raw files to metrics, once for all tests of this file; `results`: what each
     stage returned.
     """
     if not hasattr(in_work, "results"):
+        request.getfixturevalue("drawn")
         params = in_work.params()
         results = run_data_stages(params)
         run = pipeline.start_run(params)

@@ -173,6 +173,17 @@ def test_a_parameter_with_a_password_is_refused_by_its_key(key: str) -> None:
     load_params(None, {"source.secrets": {"AWS_SECRET_ACCESS_KEY": "team-key"}})
 
 
+def test_a_parameter_with_a_secret_of_the_environment_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UNIDEC_API_KEY", "k3y-of-the-server")
+    with pytest.raises(ConfigError, match="a password or token in a parameter") as caught:
+        load_params(None, {"tracking.experiment": "k3y-of-the-server"})
+    assert "tracking.experiment" in str(caught.value) and "k3y" not in str(caught.value)
+    monkeypatch.delenv("UNIDEC_API_KEY")
+    load_params(None, {"tracking.experiment": "k3y-of-the-server"})
+
+
 @pytest.fixture
 def server() -> Iterator[Any]:
     """Answers everything with 500; `seen`: the headers Authorization that it got."""

@@ -59,7 +59,7 @@ def failed(verdict: dict, severity: str = "critical") -> list[tuple]:
 
 
 def test_real_data_passes_and_the_verdict_is_the_same_each_time(
-    slice_dataset: XMCDataset, tmp_path: Path
+    slice_dataset: XMCDataset, drawn: None, tmp_path: Path
 ) -> None:
     verdict = validate_dataset(slice_dataset.path, tmp_path / "a")
     assert verdict["success"] and verdict["failed"] == []
