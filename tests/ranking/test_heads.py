@@ -128,9 +128,8 @@ def test_scores_of_some_pairs_are_those_of_all(rng, space, with_bias, normalize)
     np.testing.assert_array_equal(np.concatenate(alone), scores)
     halves = {name: part.astype(np.float16) for name, part in heads.vectors.items()}
     half = Heads(halves, space, normalize, 0.37)
-    rounded = Heads(
-        {name: part.astype(np.float32) for name, part in halves.items()}, space, normalize, 0.37
-    )
+    wide = {name: part.astype(np.float32) for name, part in halves.items()}
+    rounded = Heads(wide, space, normalize, 0.37)
     expected = rounded.pair_scores(queries, query_P, label_P)
     np.testing.assert_allclose(half.pair_scores(queries, query_P, label_P), expected, rtol=1e-6)
     nothing = np.zeros(0, dtype=np.int64)
