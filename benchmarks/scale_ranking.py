@@ -3,7 +3,7 @@ and memory to fit, bytes on disk, memory when loaded.
 
     python benchmarks/scale_ranking.py                                  # 10^4, 10^5 and 10^6
     python benchmarks/scale_ranking.py --sizes 10000 --output small.json
-    python benchmarks/scale_ranking.py --sizes "" --data ../shared/data/npm-words
+    python benchmarks/scale_ranking.py --sizes= --data ../shared/data/npm-words
 
 A size is M and L of synthetic texts (`synthetic.py`), --data a folder in the layout xmc-json.
 Vectors are random: no encoder is measured. One process fits and writes, another loads and ranks.
