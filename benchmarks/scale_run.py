@@ -50,22 +50,20 @@ VALIDATION = 2_000
 ASKED = 200  # requests to the server
 BLOCK = 65_536
 PARAMS = """\
+recipe: unidec  # its votes, words and fusion rank
 seed: 0
 data: {{path: raw, format: xmc-text, validation_share: {validation_share}}}
 validation:  # short random texts
   label_texts_given_twice: warn
   test_texts_in_train: warn
-tokens: {{text: title, max_length: 16}}
-encoder: {{name: all-MiniLM-L6-v2, kind: bag, trainable_layers: 0, bag_words: 0}}
-model: {{heads: both, dim: 64, clf_init: label_embedding, clf_dtype: bf16}}
-pool:
-  {{batches: clustered, batch_size: 512, beta: 2, eta: 2, size: 3000, mining: faiss,
-    clf_labels: pool, refresh: 1}}
+tokens: {{max_length: 16}}
+encoder: {{kind: bag}}
+model: {{dim: 64, clf_dtype: bf16}}
+pool: {{clf_labels: pool, refresh: 1}}
 optim:
   {{epochs: 1, warmup_epochs: 0.1, lr_bag: 3.0e-3, lr_heads: 3.0e-3, lr_clf: 3.0e-2,
     clf_state: adagrad}}
-index:
-  {{factory: "IVF,PQx4", search: nprobe=325, space: both, clf_weight: 1.0, knn_weight: 0}}
+index: {{factory: "IVF,PQx4", search: nprobe=325}}
 """
 Facts = dict[str, Any]
 

@@ -391,6 +391,23 @@ def test_hard_negatives_and_rows(data, tiny_params):
     assert num_rows(simcse, sizes) == 1080 + 400
 
 
+def test_an_approximate_search_of_hard_negatives_has_an_index(data, tiny_params):
+    """As `mining.uses_faiss` decides."""
+
+    def indexed(labels, **overrides):
+        sizes = Sizes.given(labels, 1080, 8)
+        return by_name(plan_memory(tiny_params(**overrides), sizes).amounts).get(
+            "faiss index of mining", 0
+        )
+
+    dim = tiny_params().model.dim
+    assert indexed(100_001) == 100_001 * (4 * dim + dim // 2 + 8)
+    assert indexed(400, **{"pool.mining": "faiss"}) == 400 * (4 * dim + dim // 2 + 8)
+    assert not indexed(100_000)
+    assert not indexed(100_001, **{"pool.mining": "exact"})
+    assert not indexed(100_001, **{"pool.eta": 0})
+
+
 def test_degenerate_sizes(tiny_params):
     params = tiny_params(**{"pool.batch_size": 512})
     for labels, queries, tokens in (

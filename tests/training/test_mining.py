@@ -137,6 +137,29 @@ def test_all_lists_searched_equal_the_exact_search(rng, monkeypatch):
         assert {**approximate, "seconds": 0} == pytest.approx({**report, "seconds": 0})
 
 
+@pytest.mark.parametrize("most_exact", [19, 20])
+def test_auto_is_exact_up_to_a_number_of_labels(most_exact, rng, monkeypatch, capsys):
+    """The run's figures and its progress say which search was chosen."""
+    monkeypatch.setattr("unidec.progress.QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(mining, "MOST_EXACT", most_exact)
+    case = MiningCase(rng)
+    expected, _ = case.mine(6)
+    found, report = case.mine(6, mining="auto")
+    is_exact = most_exact == 20
+    np.testing.assert_array_equal(found, expected)
+    assert report["exact"] == is_exact
+    assert ("recall" in report) == (not is_exact)
+    assert f"mine hard negatives ({'exact' if is_exact else 'faiss'})" in capsys.readouterr().err
+
+
+def test_auto_is_exact_where_a_gpu_holds_the_labels():
+    assert mining.uses_faiss("auto", 10**6, fits_gpu=False)
+    assert not mining.uses_faiss("auto", 10**6, fits_gpu=True)
+    assert not mining.uses_faiss("auto", 10**5, fits_gpu=False)
+    assert mining.uses_faiss("faiss", 10, fits_gpu=True)
+    assert not mining.uses_faiss("exact", 10**9, fits_gpu=False)
+
+
 def test_the_recall_of_an_approximate_search_is_reported(rng):
     num_rows = 60
     num_labels = 3000

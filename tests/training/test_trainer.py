@@ -350,10 +350,10 @@ def test_hard_negatives_of_an_approximate_search(open_trainer):
     """Few labels make one list, which is searched: what is trained on is what an exact search
     finds.
     """
-    exact = open_trainer("exact")
+    exact = open_trainer("auto")
     approximate = open_trainer("faiss", **{"pool.mining": "faiss"})
     reports = exact.mine(), approximate.mine()
-    assert "mine_recall" not in reports[0]
+    assert "mine_recall" not in reports[0] and reports[0]["mine_exact"] == 1.0
     assert reports[1]["mine_recall"] == 1.0
     found = [
         Refresh.load(trainer.run_dir / "refresh" / "epoch-00000", 0).negatives

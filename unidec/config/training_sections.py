@@ -20,7 +20,7 @@ from unidec.config.section import (
     key,
 )
 
-Mining = Literal["exact", "faiss"]
+Mining = Literal["auto", "exact", "faiss"]
 LossName = Literal["ds", "supcon", "infonce", "triplet", "bce", "hinge", "softtopk"]
 
 
@@ -214,8 +214,9 @@ class Pool(Section):
         "negatives; 0: the nearest labels",
     )
     mining: Mining = key(
-        "exact",
-        "search for hard negatives; faiss: approximate, for millions of labels without a GPU",
+        "auto",
+        "search for hard negatives; faiss: approximate, on the CPU; auto: faiss above 100,000 "
+        "labels, unless a GPU holds them",
     )
     size: CountOrZero = key(3000, "maximum number of labels in a pool; 0: no limit")
     fill: bool = key(

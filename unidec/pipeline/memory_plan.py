@@ -28,6 +28,7 @@ from unidec.machine import available_disk, available_host
 from unidec.pipeline import paths
 from unidec.pipeline.memory_probe import ROWS, STATE, Measured, Sizes, measure, num_rows
 from unidec.pipeline.start import effective
+from unidec.training.mining import uses_faiss
 from unidec.training.precision import autocast_type, choose_device
 from unidec.training.sampler import draws_pools
 
@@ -259,6 +260,10 @@ def _refresh(params: Params, sizes: Sizes, width: int, gpu: bool) -> Iterable[Am
     mined = 512 * min(labels, _BLOCK) + gpu * texts * dim
     yield Amount("query and label vectors", "host", FP32 * (texts * dim + encoded), "refresh")
     yield Amount("clustering, mining", "device", FP32 * max(clustered, mined), "refresh")
+    if labels and not params.pool.shortlist and uses_faiss(params.pool.mining, labels, gpu):
+        # vectors, 4-bit codes and ids
+        index = labels * (FP32 * dim + dim // 2 + INT64)
+        yield Amount("faiss index of mining", "host", index, "refresh")
     yield Amount("hard negatives", "host", shortlist, "refresh")
 
 

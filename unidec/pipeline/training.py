@@ -64,6 +64,7 @@ _REFRESH_METRICS = {  # key of the refresh report -> name in MLflow
     "mine_negative_score": "negative_score",
     "mine_positives_found": "positives_found",
     "mine_recall": "recall",
+    "mine_exact": "exact",
 }
 
 

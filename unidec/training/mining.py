@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,8 @@ from unidec.progress import progress
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.fit import Figures
 
+# most labels that "auto" compares one by one on a CPU: some minutes for as many queries
+MOST_EXACT = 100_000
 BLOCK = 512  # queries compared with all labels at a time
 _BLOCKS = 8  # blocks between two updates of the progress bar
 _PAIRS = 1 << 16  # positives scored at once
@@ -37,9 +40,10 @@ _PAIRS = 1 << 16  # positives scored at once
 _SPARE = 32
 # least labels for each inverted list on average: faiss requires 39 to train a centroid
 _ROWS_A_LIST = 40
-_LISTS_A_PROBE = 16  # one of so many inverted lists is searched ...
+_LISTS_A_PROBE = 8  # one of so many inverted lists is searched ...
 # ... and at most this many: from about 65,000 labels on, the time of a query grows with sqrt(L)
 _MAX_PROBES = 64
+_RESCORED = 2  # labels found by 4-bit codes that are scored exactly, for each result
 # of faiss's k-means: labels for each centroid, and iterations
 _TRAINING_LABELS = 64
 _ITERATIONS = 10
@@ -47,6 +51,15 @@ _COMPARED = 1000  # queries on which an approximate search is compared with the 
 
 # (query vectors [B, D], k, exclude=csr [B, L]) -> scores and labels [B, K], -inf and -1 for none
 Search = Callable[..., tuple[np.ndarray, np.ndarray]]
+
+
+def uses_faiss(mining: Mining, num_labels: int, fits_gpu: bool) -> bool:
+    """Whether hard negatives are searched by faiss; `fits_gpu`: whether the labels' vectors fit
+    into a GPU.
+    """
+    if mining == "auto":
+        return num_labels > MOST_EXACT and not fits_gpu
+    return mining == "faiss"
 
 
 def mine_hard_negatives(
@@ -70,95 +83,147 @@ def mine_hard_negatives(
         num_negatives: H.
         device: of the exact search.
         ranks: processes that share the work by blocks of queries; all return the complete result.
-        mining: "exact", or "faiss" for an approximate search on the CPU.
+        mining: "exact"; "faiss", an approximate search on the CPU; or "auto" (`uses_faiss`).
 
     Returns:
         Mined labels by data set row, best first, int32 [N, H], padded with -1; and figures:
         `queries`, `negative_score` (mean over all negatives), `positives_found` (share of the
         queries' positives that score at least as high as the query's last negative, so that the
         search would find them), `seconds`; for an approximate search `recall`, the share of the
-        exact results that it finds.
+        exact results that it finds; for "auto" `exact`, 1 or 0.
 
     Raises:
         DataError: vectors are not finite. UnidecError: faiss is not installed.
     """
     begin_time = time.perf_counter()
     relevance, filter_pairs = pairs
-    num_rows = relevance.shape[0]
     all_labels = ranks.gather_array(label_LD)
     label = torch.from_numpy(np.require(all_labels, requirements="W"))
     num_labels, width = label.shape
     if num_labels <= labels_that_fit(torch.device(device), width):
         label = label.to(device)
+    fits_gpu = ranks.gather_array(np.array([label.is_cuda]))  # the ranks' GPUs may differ
+    approximate = uses_faiss(mining, num_labels, all(fits_gpu))
     # blocks are the same for any number of ranks: the bits of scores depend on a block's size
     block = query_block(num_labels, BLOCK)
     exact: Search = partial(exact_search, label_LD=label, block=block, device=device)
-    search = exact if mining == "exact" else faiss_search(label)
-    num_blocks = -(-len(query_nD) // block)
-    first_block, end_block = ranks.part(num_blocks)
-    own = slice(first_block * block, end_block * block)
-    own_rows = rows_n[own]
-    own_query = query_nD[own]
-
-    def excluded(rows: np.ndarray) -> sp.csr_matrix:
-        return _pattern(relevance[rows]) + _pattern(filter_pairs[rows])
-
-    own_mined = np.full((len(own_rows), num_negatives), -1, dtype=np.int32)
-    counts = np.zeros(4)  # sum of negatives' scores; negatives, positives, positives found
-    at_once = _BLOCKS * block
-    with progress(total=len(own_rows), desc="mine hard negatives", unit="query") as bar:
-        for begin in range(0, len(own_rows), at_once):
-            some = slice(begin, begin + at_once)
-            query = own_query[some]
-            rows = own_rows[some]
-            score, negative = search(query, k=num_negatives + _SPARE, exclude=excluded(rows))
-            order = np.lexsort((negative, -score), axis=1)
-            best = order[:, :num_negatives]
-            score = np.take_along_axis(score, best, axis=1)
-            negative = np.take_along_axis(negative, best, axis=1)
-            own_mined[some] = negative
-            row_E, label_E, _ = row_entries(relevance, rows)
-            score_E = _scores(query, label, row_E, label_E)
-            found_E = score_E >= score[row_E, -1]
-            mined = score[negative >= 0]
-            score_sum = mined.sum(dtype=np.float64)
-            counts += score_sum, len(mined), len(found_E), found_E.sum()
-            bar.update(len(query))
+    miner = _Miner(
+        kind="faiss" if approximate else "exact",
+        search=faiss_search(label) if approximate else exact,
+        label_LD=label,
+        relevance=relevance,
+        excluded=_pattern(relevance) + _pattern(filter_pairs),
+        num_negatives=num_negatives,
+    )
+    own = _own_blocks(len(query_nD), block, ranks)
+    own_mined, own_sums = miner.mine(query_nD[own], rows_n[own], _BLOCKS * block)
+    num_rows = relevance.shape[0]
     mined_NH = np.full((num_rows, num_negatives), -1, dtype=np.int32)
     mined_NH[rows_n] = ranks.gather_array(own_mined)
-    counts = ranks.gather_array(counts[None]).sum(0)
-    score_sum, num_mined, num_positives, num_found = counts.tolist()
-    report = {
+    sums = ranks.gather_array(own_sums[None]).sum(0)
+    score_sum, num_mined, num_positives, num_found = sums.tolist()
+    figures = {
         "queries": len(query_nD),
         "negative_score": score_sum / max(num_mined, 1),
         "positives_found": num_found / max(num_positives, 1),
         "seconds": time.perf_counter() - begin_time,
     }
-    if mining != "exact":
-        compared = slice(None, None, max(1, len(query_nD) // _COMPARED))
-        rows = rows_n[compared]
-        _, expected = exact(query_nD[compared], k=num_negatives, exclude=excluded(rows))
-        report["recall"] = _recall(mined_NH[rows], expected)
-    return mined_NH, report
+    if mining == "auto":
+        figures["exact"] = float(not approximate)
+    if approximate:
+        step = max(1, len(query_nD) // _COMPARED)
+        rows = rows_n[::step]
+        _, expected = exact(query_nD[::step], k=num_negatives, exclude=miner.excluded[rows])
+        figures["recall"] = _recall(mined_NH[rows], expected)
+    return mined_NH, figures
+
+
+def _own_blocks(num_queries: int, block: int, ranks: Ranks) -> slice:
+    """The queries that this rank mines: whole blocks."""
+    num_blocks = -(-num_queries // block)
+    first, end = ranks.part(num_blocks)
+    return slice(first * block, end * block)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Miner:
+    """Searches the hard negatives of queries.
+
+    Attributes:
+        kind: of search, as shown. excluded: csr [N, L], pairs that are no negatives.
+    """
+
+    kind: str
+    search: Search
+    label_LD: Tensor
+    relevance: sp.csr_matrix
+    excluded: sp.csr_matrix
+    num_negatives: int
+
+    def mine(
+        self, query_nD: np.ndarray, rows_n: np.ndarray, at_once: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Negatives, int32 [n, H]; and over all queries the sum of their scores, and the numbers of
+        negatives, of positives, and of positives found.
+        """
+        mined_nH = np.empty((len(rows_n), self.num_negatives), dtype=np.int32)
+        sums = np.zeros(4)
+        desc = f"mine hard negatives ({self.kind})"
+        with progress(total=len(rows_n), desc=desc, unit="query") as bar:
+            for begin in range(0, len(rows_n), at_once):
+                some = slice(begin, begin + at_once)
+                query_BD = query_nD[some]
+                rows_B = rows_n[some]
+                score_BH, label_BH = self._nearest(query_BD, rows_B)
+                mined_nH[some] = label_BH
+                scores = score_BH[label_BH >= 0]
+                score_sum = scores.sum(dtype=np.float64)
+                last_B = score_BH[:, -1]
+                is_found_E = self._are_found(query_BD, rows_B, last_B)
+                sums += score_sum, len(scores), len(is_found_E), is_found_E.sum()
+                bar.update(len(rows_B))
+        return mined_nH, sums
+
+    def _nearest(self, query_BD: np.ndarray, rows_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Scores and labels of the negatives, best first, lower ids first among equal scores."""
+        num = self.num_negatives
+        excluded = self.excluded[rows_B]
+        score_BK, label_BK = self.search(query_BD, k=num + _SPARE, exclude=excluded)
+        order_BK = np.lexsort((label_BK, -score_BK), axis=1)
+        best_BH = order_BK[:, :num]
+        score_BH = np.take_along_axis(score_BK, best_BH, axis=1)
+        return score_BH, np.take_along_axis(label_BK, best_BH, axis=1)
+
+    def _are_found(
+        self, query_BD: np.ndarray, rows_B: np.ndarray, last_B: np.ndarray
+    ) -> np.ndarray:
+        """Whether each positive scores at least as high as its query's last negative, bool [E]."""
+        row_E, label_E, _ = row_entries(self.relevance, rows_B)
+        return _scores(query_BD, self.label_LD, row_E, label_E) >= last_B[row_E]
 
 
 def faiss_search(label: Tensor) -> Search:
-    """An approximate search by faiss on the CPU: of about 4 sqrt(L) inverted lists, the nearest to
-    a query are searched. Its results may be more than k.
+    """An approximate search by faiss on the CPU: of about 2 sqrt(L) inverted lists, the nearest to
+    a query are searched by codes of 4 bits a dimension, and the best labels are scored exactly. Its
+    results may be more than k.
     """
     faiss = faiss_module()
     label_LD = np.ascontiguousarray(label.cpu().numpy())
     num_labels, width = label_LD.shape
-    most_lists = num_labels // _ROWS_A_LIST
-    num_lists = max(1, min(4 * math.isqrt(num_labels), most_lists))
-    index: Any = faiss.index_factory(width, f"IVF{num_lists},Flat", faiss.METRIC_INNER_PRODUCT)
-    index.cp.max_points_per_centroid = _TRAINING_LABELS
-    index.cp.niter = _ITERATIONS
+    most_lists = max(1, num_labels // _ROWS_A_LIST)
+    num_lists = min(2 * math.isqrt(num_labels), most_lists)
+    codes = f"PQ{width}x4fs" if num_lists > 1 else "Flat"  # codes need some labels to train on
+    factory = f"IVF{num_lists},{codes}"
+    lists: Any = faiss.index_factory(width, factory, faiss.METRIC_INNER_PRODUCT)
+    lists.cp.max_points_per_centroid = _TRAINING_LABELS
+    lists.cp.niter = _ITERATIONS
+    lists.nprobe = max(1, min(num_lists // _LISTS_A_PROBE, _MAX_PROBES))
     with progress(total=num_labels, desc="faiss index of the labels", unit="label") as bar:
-        index.train(label_LD)
+        lists.train(label_LD)
+        index: Any = faiss.IndexRefineFlat(lists)
+        index.k_factor = _RESCORED
         index.add(label_LD)
         bar.update(num_labels)
-    index.nprobe = max(1, min(num_lists // _LISTS_A_PROBE, _MAX_PROBES))
 
     def search(query: np.ndarray, k: int, exclude: sp.csr_matrix) -> tuple[np.ndarray, np.ndarray]:
         rows_B = np.arange(len(query))
