@@ -171,7 +171,7 @@ def stores_are_copies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     create = store.create_store
 
     def copy(database: Path, artifacts: str) -> None:
-        folder, _ = shared_prefect.test_run(tmp_path_factory.getbasetemp())
+        folder, _ = shared_prefect.run_folder(tmp_path_factory.getbasetemp())
         first = folder / "empty-store.db"
         with FileLock(f"{first}.lock"):
             if not first.exists():

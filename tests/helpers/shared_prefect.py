@@ -35,7 +35,7 @@ def address(own_folder: Path) -> str:
     Args:
         own_folder: where this process of pytest makes its temporary folders.
     """
-    folder, run = test_run(own_folder)
+    folder, run = run_folder(own_folder)
     place = folder / "prefect.json"
     with FileLock(folder / "prefect.lock"):
         if not place.exists():
@@ -61,7 +61,7 @@ def empty_database(own_folder: Path) -> Path:
     Args:
         own_folder: as for `address`.
     """
-    folder, _ = test_run(own_folder)
+    folder, _ = run_folder(own_folder)
     home = folder / "prefect-empty"
     with FileLock(folder / "prefect-empty.lock"):
         if not home.exists():
@@ -89,7 +89,7 @@ def connected(address: str) -> Iterator[None]:
         yield
 
 
-def test_run(own_folder: Path) -> tuple[Path, int]:
+def run_folder(own_folder: Path) -> tuple[Path, int]:
     """The folder that all processes of the test run share, and the process that outlives them."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         return own_folder.parent, os.getppid()
