@@ -162,6 +162,31 @@ def drawn(outlined_charts: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture(scope="session", autouse=True)
+def compiled_loops(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The first process of a test run compiles the ranking's inner loops, if they have changed, and
+    the others wait: it takes longer than a server lets a query take.
+    """
+    folder, _ = shared_prefect.run_folder(tmp_path_factory.getbasetemp())
+    done = folder / "compiled"
+    with FileLock(f"{done}.lock"):
+        if not done.exists():
+            _compile_loops(tmp_path_factory.mktemp("compile") / "bundle")
+            done.touch()
+
+
+def _compile_loops(bundle: Path) -> None:
+    from helpers.tiny_bundle import StubModel, write_tiny_bundle
+
+    from unidec.bundle.bundle import Bundle
+
+    options = {"vote": "ridge-labels", "by_words": True, "fused": True, "stacked": True}
+    write_tiny_bundle(bundle, np.random.default_rng(0), **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("unidec.bundle.bundle._load_model", lambda path, device: StubModel(path))
+        Bundle.load(bundle).predict(["old house"])
+
+
+@pytest.fixture(scope="session", autouse=True)
 def stores_are_copies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """MLflow's migrations take five seconds of a processor: a test run makes them for its first
     store alone.

@@ -21,11 +21,12 @@ from unidec.config.index_spec import IndexSpec, Kind
 from unidec.data.storage import write_folder
 from unidec.data.tokens import Tokens, encode_texts
 from unidec.model.words import WordSpace
-from unidec.ranking.fusion import BY_WORDS, FEATURES, WORD_FEATURES, Fusion, Network
+from unidec.ranking.fusion import BY_WORDS, FEATURES, Fusion, Network
 from unidec.ranking.heads import unit_rows
 from unidec.ranking.index import LabelIndex
 from unidec.ranking.neighbours import Neighbours
 from unidec.ranking.ranker import Calibration
+from unidec.ranking.word_scores import WORD_FEATURES
 
 WORDS = ["red", "green", "blue", "car", "boat", "house", "old", "new", "big"]
 TITLES = [

@@ -18,8 +18,7 @@ from unidec.bundle.bundle import Bundle
 from unidec.data.propensity import inverse_propensity
 from unidec.data.storage import write_manifest
 from unidec.errors import ArtifactError, DataError
-from unidec.ranking.evidence import Evidence
-from unidec.ranking.fusion import FEATURES, LIMIT, Fusion
+from unidec.ranking.fusion import FEATURES, LIMIT, Evidence, Fusion
 from unidec.ranking.fusion_fit import fit_fusion
 from unidec.ranking.word_scores import WordScorer
 
@@ -141,7 +140,7 @@ def test_features_are_those_of_a_loop(fused):
 def test_more_queries_than_a_block_are_read_alike(fused, monkeypatch):
     excluded = np.array([2 * 12 + 3, 4 * 12 + 7])
     whole = read(fused, QUERIES, excluded)
-    monkeypatch.setattr("unidec.ranking.evidence.QUERIES_AT_ONCE", 2)
+    monkeypatch.setattr("unidec.ranking.fusion.QUERIES_AT_ONCE", 2)
     parts = read(fused, QUERIES, excluded)
     np.testing.assert_array_equal(parts.query_P, whole.query_P)
     np.testing.assert_array_equal(parts.label_P, whole.label_P)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from scipy.sparse import csr_matrix
 
-from unidec.ranking.compiled import Csr
-from unidec.ranking.postings import Postings, RowProducts
+from unidec.ranking.sparse import Csr, Postings, RowProducts
 
 
 def sparse(rng: np.random.Generator, shape: tuple[int, int], levels: int) -> csr_matrix:

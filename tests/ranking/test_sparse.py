@@ -7,8 +7,7 @@ import pytest
 from helpers.dense_votes import dense_votes
 from scipy.sparse import csr_matrix
 
-from unidec.ranking.candidates import PairScores
-from unidec.ranking.largest import keep_largest
+from unidec.ranking.sparse import PairScores, keep_largest
 
 
 @pytest.fixture

@@ -13,10 +13,9 @@ from scipy.sparse import csr_matrix
 from unidec.data.tokens import encode_texts
 from unidec.model.words import WordSpace
 from unidec.ranking import fusion_fit
-from unidec.ranking.fusion import WORD_FEATURES
 from unidec.ranking.fusion_fit import fit_word_network
 from unidec.ranking.neighbours import Neighbours
-from unidec.ranking.word_scores import WordScorer
+from unidec.ranking.word_scores import WORD_FEATURES, WordScorer
 
 VOTING = 7
 

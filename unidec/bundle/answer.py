@@ -19,9 +19,10 @@ from unidec.bundle.bundle import Bundle
 from unidec.bundle.text_file import text_column
 from unidec.data.tokens import Piece, is_blank
 from unidec.errors import DataError
-from unidec.ranking.heads import SPACES, Rows, Space
+from unidec.ranking.heads import SPACES, Space
 from unidec.ranking.query_encoder import Encoded, QueryEncoder, Runtime, open_encoder
 from unidec.ranking.ranker import Prediction, named_predictions
+from unidec.ranking.sparse import Rows
 
 if TYPE_CHECKING:
     import pandas as pd

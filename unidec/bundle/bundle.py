@@ -42,12 +42,12 @@ from unidec.data.storage import folder_sha256, read_manifest
 from unidec.data.tokens import TextTokenizer, load_tokenizer
 from unidec.errors import ArtifactError, DataError
 from unidec.model.arrays import ModelConfig
-from unidec.ranking.candidates import Ranked
-from unidec.ranking.heads import Floats, Heads, Rows
+from unidec.ranking.heads import Heads, Ranked
 from unidec.ranking.index import LabelIndex
 from unidec.ranking.neighbours import Neighbours
 from unidec.ranking.query_encoder import Encoded, ModelEncoder, QueryEncoder
 from unidec.ranking.ranker import Prediction, Ranker, Voting, named_predictions
+from unidec.ranking.sparse import Floats, Rows
 
 if TYPE_CHECKING:
     from unidec.model.words import WordSpace

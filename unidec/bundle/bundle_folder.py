@@ -27,10 +27,11 @@ from unidec.data.raw import text_array
 from unidec.data.storage import MANIFEST, write_folder, write_json
 from unidec.errors import ArtifactError
 from unidec.ranking.fusion import Fusion
-from unidec.ranking.heads import Floats, Heads, Space
+from unidec.ranking.heads import Heads, Space
 from unidec.ranking.index import LabelIndex
 from unidec.ranking.neighbours import Neighbours
 from unidec.ranking.ranker import Calibration
+from unidec.ranking.sparse import Floats
 
 KIND = "bundle"
 # 1: no neighbours; 2: none compared by words; 3: flat, hnsw only; 4: no fusion; 5: no calibration;

@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from unidec.config.index_spec import Count, CountOrZero, IndexOptions, IndexSpec, Kind
-from unidec.ranking.fusion import WORD_FEATURES, Fusion
+from unidec.ranking.fusion import Fusion
 from unidec.ranking.heads import Space, width
 from unidec.ranking.neighbours import Neighbours, Vote
 from unidec.ranking.ranker import Calibration
+from unidec.ranking.word_scores import WORD_FEATURES
 
 OldKind = Literal["sq8", "hnsw-sq8", "ivf-sq8"]
 _REPLACED: dict[str, Kind] = {"sq8": "pq", "hnsw-sq8": "pq", "ivf-sq8": "ivf-pq"}

@@ -40,9 +40,10 @@ from unidec.data.lookalike import Known, difference, visible
 from unidec.data.storage import read_manifest
 from unidec.data.tokens import encode_texts
 from unidec.errors import ConfigError, DataError
-from unidec.ranking.heads import Floats, Heads, Rows, unit_rows
+from unidec.ranking.heads import Heads, unit_rows
 from unidec.ranking.index import LabelIndex
 from unidec.ranking.neighbours import Neighbours
+from unidec.ranking.sparse import Floats, Rows
 
 NEAREST = 3
 TEXT_SHARE = 0.6

@@ -33,8 +33,8 @@ from unidec.pipeline.runs import tracker_of_model
 from unidec.pipeline.seen import leak_in_words, of_bundle
 from unidec.pipeline.start import read_start
 from unidec.progress import progress
-from unidec.ranking.candidates import Ranked
-from unidec.ranking.evidence import CANDIDATES
+from unidec.ranking.fusion import CANDIDATES
+from unidec.ranking.heads import Ranked
 from unidec.ranking.index import recall
 from unidec.ranking.ranker import SINGLE_HEADS
 from unidec.tracking.fetch import measured_before

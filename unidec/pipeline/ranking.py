@@ -25,14 +25,13 @@ from unidec.metric_names import headline
 from unidec.model.words import WordSpace
 from unidec.pipeline import paths
 from unidec.progress import progress
-from unidec.ranking.candidates import PairScores, Ranked
-from unidec.ranking.evidence import CANDIDATES, LabelEvidence
 from unidec.ranking.exact_index import ExactIndex
-from unidec.ranking.fusion import Fusion
-from unidec.ranking.heads import Heads, unit_rows
+from unidec.ranking.fusion import CANDIDATES, Fusion, LabelEvidence
+from unidec.ranking.heads import Heads, Ranked, unit_rows
 from unidec.ranking.neighbours import Neighbours, Vote
 from unidec.ranking.query_encoder import Encoded
 from unidec.ranking.ranker import Ranker, Voting
+from unidec.ranking.sparse import PairScores
 from unidec.training.precision import autocast_type
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from unidec.ranking.heads import Floats
 from unidec.ranking.ranker import MOST_POINTS, Calibration
+from unidec.ranking.sparse import Floats
 
 RELEVANT_A_BIN = 25
 LEAST_RELEVANT = 2 * RELEVANT_A_BIN  # with fewer relevant labels, no calibration is fitted

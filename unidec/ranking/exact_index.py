@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from scipy.sparse import csr_matrix
 
-from unidec.ranking.heads import Floats, Heads, Rows
+from unidec.ranking.heads import Heads
+from unidec.ranking.sparse import Floats, Rows
 
 
 class ExactIndex:

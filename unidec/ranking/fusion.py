@@ -20,14 +20,37 @@ votes, words and label frequencies."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from unidec.ranking.heads import Floats
+from unidec.cores import thread_pool
+from unidec.data.propensity import inverse_propensity
+from unidec.ranking.heads import Candidates, Heads, Ranked, allowed_keys, candidate_keys
+from unidec.ranking.neighbours import Neighbours
+from unidec.ranking.query_encoder import Encoded
+from unidec.ranking.sparse import (
+    NOT_REACHED,
+    Array,
+    Csr,
+    Floats,
+    Rows,
+    Sums,
+    Workspace,
+    add,
+    compiled,
+    keep,
+    sort_kept,
+)
+from unidec.ranking.word_scores import WordScorer
 
+CANDIDATES = 300  # labels searched per query to train the fusion, or to return 100 labels
+FEWEST_CANDIDATES = 100  # labels searched if fewer results are requested
+RESCORE = 2  # labels per candidate that an approximate search scores exactly
 FEATURES = (
     "blend",
     "dual encoder",
@@ -51,22 +74,17 @@ FEATURES = (
     "log words of the query",
 )
 BY_WORDS = ("score by words", "score by words below the best", "log rank by words")
-WORD_FEATURES = (
-    "votes",
-    "votes below the most",
-    "log rank by votes",
-    "words of the label",
-    "label words below the best",
-    "log rank by label words",
-    "words of its queries",
-    "query words below the best",
-    "log rank by query words",
-    "most votes",
-    "best label words",
-    "best query words",
-    "log frequency",
-    "log words of the query",
-)
+_LIKELY = 10  # labels with the best blend, whose co-occurrence with a candidate is a feature
+_LIKELY_TEMPERATURE = np.float32(0.3)  # of the softmax that weights those labels
+QUERIES_AT_ONCE = 256
+# columns of the features
+_CO_OCCURRENCE = FEATURES.index("labels it comes with")
+_FREQUENCY = FEATURES.index("log frequency")
+_RANKS = FEATURES.index("log rank by the blend")
+_NUM_RANKED = 4  # of the scores, the first are ranked
+_BELOW = FEATURES.index("blend below the best")
+_BEST = FEATURES.index("best blend")
+_WORDS = FEATURES.index("log words of the query")
 LIMIT = 6.0  # standard deviations from the mean at which a feature is clipped
 _PAIRS_AT_ONCE = 1 << 11  # the hidden units of this number of pairs fit in the cache
 
@@ -148,3 +166,271 @@ class Fusion(Network):
     def features(self) -> tuple[str, ...]:
         """Names of the features."""
         return FEATURES if self.words is None else FEATURES + BY_WORDS
+
+
+@dataclass(frozen=True)
+class Evidence(Candidates):
+    """Candidates with their features, float32 [P, X]."""
+
+    feature_PX: Floats
+
+
+class LabelEvidence:
+    """Computes the fusion's features from labels and training queries. Reading is thread-safe.
+
+    Args:
+        heads: both heads, and the weight of the blend.
+        neighbours: training queries, compared by words, with the labels' words. num_votes:
+        neighbours that vote.
+        propensity: the data set's constants A and B.
+        by_words: the network that ranks by words; None: without the features `BY_WORDS`.
+    """
+
+    def __init__(
+        self,
+        heads: Heads,
+        neighbours: Neighbours,
+        num_votes: int,
+        propensity: tuple[float, float],
+        by_words: Network | None = None,
+    ) -> None:
+        self.de = heads.alone("de")
+        self.clf = heads.alone("clf")
+        self.clf_weight = np.float32(heads.clf_weight)
+        self.words = WordScorer(neighbours, num_votes)
+        self.by_words = by_words
+        count_L = neighbours.label_counts.astype(np.int64)
+        inverse_L = inverse_propensity(count_L, neighbours.num_queries, *propensity)
+        self.log_frequency_L = np.log1p(neighbours.label_counts).astype(np.float32)
+        self.log_inverse_L = np.log(inverse_L).astype(np.float32)
+        self._labels = _Labels(Csr.of(neighbours.co_occurrence), self.log_frequency_L)
+        self._of_labels = Workspace(neighbours.num_labels)
+
+    def read(
+        self, encoded: Encoded, found_BC: Rows, excluded: Rows, allowed: Rows | None = None
+    ) -> Evidence:
+        """Features of the candidates of each query: the labels in `found_BC`, and the `VOTED`
+        labels with most votes.
+
+        Args:
+            encoded: queries, by both heads and by words.
+            found_BC: labels with the best blend, without excluded ones; -1 for no label.
+            excluded: int64 keys query * L + label of excluded pairs.
+            allowed: the only labels that are returned; it does not change a label's features.
+        """
+        step = QUERIES_AT_ONCE
+        if len(found_BC) <= step:
+            return self._read(encoded, found_BC, excluded, allowed)
+
+        def read_block(start: int) -> Evidence:
+            block = slice(start, start + step)
+            key = excluded - start * self.num_labels
+            is_here = (key >= 0) & (key < step * self.num_labels)
+            evidence = self._read(encoded.take(block), found_BC[block], key[is_here], allowed)
+            return replace(evidence, query_P=evidence.query_P + start)
+
+        starts = range(0, len(found_BC), step)
+        with thread_pool() as threads:
+            parts = list(threads.map(read_block, starts))
+
+        def joined(name: str) -> npt.NDArray:
+            return np.concatenate([getattr(part, name) for part in parts])
+
+        return Evidence(
+            query_P=joined("query_P"),
+            label_P=joined("label_P"),
+            votes_P=joined("votes_P"),
+            feature_PX=joined("feature_PX"),
+            num_queries=len(found_BC),
+        )
+
+    def rank(self, fusion: Fusion, evidence: Evidence, k: int, tail: float = 0.0) -> Ranked:
+        """The k best labels by a fusion, with `tail` added to its weight of the log inverse
+        propensity.
+        """
+        weight = np.float32(fusion.tail + tail)
+        score_P = fusion.scores(evidence.feature_PX)
+        log_inverse_P = self.log_inverse_L[evidence.label_P]
+        return evidence.best(score_P + weight * log_inverse_P, k)
+
+    @property
+    def num_labels(self) -> int:
+        """Number of labels L."""
+        return len(self.log_frequency_L)
+
+    def _read(
+        self, encoded: Encoded, found_BC: Rows, excluded: Rows, allowed: Rows | None
+    ) -> Evidence:
+        assert encoded.words_BF is not None
+        num_queries = len(found_BC)
+        num_labels = self.num_labels
+        scored = self.words.score(encoded.words_BF, first_words=self.by_words is not None)
+        _, voted_BT = scored.most_votes
+        key_P = candidate_keys(found_BC, voted_BT[voted_BT >= 0], num_labels, excluded)
+        is_reference_P = np.ones(len(key_P), dtype=bool)  # candidates to which others are compared
+        # features are relative to all candidates, whatever labels are allowed
+        if allowed is not None:
+            reference = key_P
+            key_P = np.union1d(key_P, allowed_keys(allowed, num_queries, num_labels, excluded))
+            is_reference_P = np.isin(key_P, reference)
+        pairs = Candidates.of(key_P, scored.votes)
+        query_P = pairs.query_P
+        label_P = pairs.label_P
+        de_BD = self.de.queries(encoded.de_BD, None)
+        clf_BD = self.clf.queries(None, encoded.clf_BD)
+        de_P = self.de.pair_scores(de_BD, query_P, label_P)
+        clf_P = self.clf.pair_scores(clf_BD, query_P, label_P)
+        blend_P = de_P + self.clf_weight * clf_P
+        by_words = scored.read(key_P)
+        score_SP = np.concatenate([np.stack([blend_P, de_P, clf_P]), by_words.score_SP])
+        begin_B = np.searchsorted(query_P, np.arange(num_queries + 1))
+        candidates = _Candidates(begin_B, label_P, is_reference_P)
+        num_features = len(FEATURES) if self.by_words is None else len(FEATURES + BY_WORDS)
+        feature_PX = np.empty((len(key_P), num_features), dtype=np.float32)
+        work = _Work.of(self._of_labels.sums, len(key_P))
+        _fill_features(candidates, score_SP, self._labels, work, feature_PX)
+        feature_PX[:, _WORDS] = np.log1p(scored.num_words_B)[query_P]
+        if self.by_words is not None:
+            word_PX = scored.features(query_P, label_P, by_words)
+            _fill_by_words(candidates, self.by_words.scores(word_PX), work, feature_PX)
+        is_kept_P = slice(None) if allowed is None else np.isin(label_P, allowed)
+        return Evidence(
+            query_P=query_P[is_kept_P],
+            label_P=label_P[is_kept_P],
+            votes_P=pairs.votes_P[is_kept_P],
+            feature_PX=feature_PX[is_kept_P],
+            num_queries=num_queries,
+        )
+
+
+class _Labels(NamedTuple):
+    """What compiled code reads of the labels."""
+
+    co_occurrence_LL: Csr
+    log_frequency_L: Array
+
+
+class _Candidates(NamedTuple):
+    """Candidates in the order of their queries; begin_B: int [B + 1]; those of a query are compared
+    with its reference candidates.
+    """
+
+    begin_B: Array
+    label_P: Array
+    is_reference_P: Array
+
+
+class _Work(NamedTuple):
+    """What compiled code writes: sums by label; of each candidate its rank and its weight; and the
+    reference candidates of a query, by descending score.
+    """
+
+    sums: Sums
+    rank_P: Array
+    weight_P: Array
+    sorted_P: Array
+    place_P: Array
+
+    @classmethod
+    def of(cls, sums: Sums, num_pairs: int) -> _Work:
+        numbers = np.empty((2, num_pairs), dtype=np.int64)
+        floats = np.empty((2, num_pairs), dtype=np.float32)
+        return cls(sums, numbers[0], floats[0], floats[1], numbers[1])
+
+
+@compiled
+def _fill_features(
+    candidates: _Candidates, score_SP: Array, labels: _Labels, work: _Work, feature_PX: Array
+) -> None:
+    """Fill in `FEATURES`, except for those of the query alone."""
+    for query in range(len(candidates.begin_B) - 1):
+        begin = candidates.begin_B[query]
+        end = candidates.begin_B[query + 1]
+        for s in range(len(score_SP)):
+            best = _compare(candidates, query, score_SP[s], work)
+            for pair in range(begin, end):
+                feature_PX[pair, s] = score_SP[s, pair]
+                feature_PX[pair, _BELOW + s] = best - score_SP[s, pair]
+                if s < _NUM_RANKED:
+                    feature_PX[pair, _RANKS + s] = np.log1p(work.rank_P[pair])
+            if s == 0:
+                _fill_co_occurrence(candidates, query, score_SP[s], labels, work, feature_PX)
+                for pair in range(begin, end):
+                    feature_PX[pair, _BEST] = best
+                    feature_PX[pair, _FREQUENCY] = labels.log_frequency_L[candidates.label_P[pair]]
+
+
+@compiled
+def _fill_by_words(candidates: _Candidates, score_P: Array, work: _Work, feature_PX: Array) -> None:
+    """Fill in `BY_WORDS`, the last features."""
+    for query in range(len(candidates.begin_B) - 1):
+        best = _compare(candidates, query, score_P, work)
+        for pair in range(candidates.begin_B[query], candidates.begin_B[query + 1]):
+            feature_PX[pair, -3] = score_P[pair]
+            feature_PX[pair, -2] = best - score_P[pair]
+            feature_PX[pair, -1] = np.log1p(work.rank_P[pair])
+
+
+@compiled
+def _compare(candidates: _Candidates, query: int, score_P: Array, work: _Work) -> Any:
+    """Compare a query's candidates with its reference candidates: `work.rank_P` is the number of
+    those with a larger score. Returns the largest score of those, 0 without any.
+    """
+    pairs = range(candidates.begin_B[query], candidates.begin_B[query + 1])
+    num_references: Any = np.int64(0)
+    for pair in pairs:
+        if candidates.is_reference_P[pair]:
+            num_references = keep(score_P[pair], pair, work.sorted_P, work.place_P, num_references)
+    sort_kept(work.sorted_P, work.place_P, num_references)
+    for pair in pairs:
+        first = 0
+        last = num_references
+        while first < last:
+            middle = (first + last) // 2
+            if work.sorted_P[middle] > score_P[pair]:
+                first = middle + 1
+            else:
+                last = middle
+        work.rank_P[pair] = first
+    if num_references == 0:
+        return np.float32(0)
+    return work.sorted_P[0]
+
+
+@compiled
+def _fill_co_occurrence(
+    candidates: _Candidates,
+    query: int,
+    blend_P: Array,
+    labels: _Labels,
+    work: _Work,
+    feature_PX: Array,
+) -> None:
+    """Fill in the mean co-occurrence of each candidate with the query's likely ones, weighted by a
+    softmax of their blends; `work` compares by the blend.
+    """
+    pairs = range(candidates.begin_B[query], candidates.begin_B[query + 1])
+    total = np.float32(0)
+    for pair in pairs:
+        work.weight_P[pair] = 0
+        if candidates.is_reference_P[pair] and work.rank_P[pair] < _LIKELY:
+            below = blend_P[pair] - work.sorted_P[0]
+            work.weight_P[pair] = np.exp(below / _LIKELY_TEMPERATURE)
+            total += work.weight_P[pair]
+    matrix = labels.co_occurrence_LL
+    num_reached = np.int64(0)
+    for pair in pairs:
+        if work.weight_P[pair] == 0:
+            continue
+        weight = work.weight_P[pair] / total
+        label = candidates.label_P[pair]
+        for place in range(matrix.begin[label], matrix.begin[label + 1]):
+            share = weight * matrix.value[place]
+            num_reached = add(work.sums, num_reached, matrix.column[place], share)
+    for pair in pairs:
+        label = candidates.label_P[pair]
+        feature_PX[pair, _CO_OCCURRENCE] = 0
+        if work.sums.total[label] != NOT_REACHED:
+            feature_PX[pair, _CO_OCCURRENCE] = work.sums.total[label]
+    for n in range(num_reached):
+        work.sums.total[work.sums.reached[n]] = NOT_REACHED

@@ -21,10 +21,8 @@ from unidec.cores import thread_pool
 from unidec.model.losses import decoupled_softmax
 from unidec.model.pairs import Pairs
 from unidec.progress import progress
-from unidec.ranking.candidates import PairScores
-from unidec.ranking.evidence import QUERIES_AT_ONCE, Evidence
-from unidec.ranking.fusion import LIMIT, Fusion, Network
-from unidec.ranking.heads import Floats, Rows
+from unidec.ranking.fusion import LIMIT, QUERIES_AT_ONCE, Evidence, Fusion, Network
+from unidec.ranking.sparse import Floats, PairScores, Rows
 from unidec.ranking.word_scores import WordScorer
 
 # hidden units of each fold's network; measured: benchmarks/results/fusion.md

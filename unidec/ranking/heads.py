@@ -1,4 +1,5 @@
-"""How heads score, and the vector space that is searched: both heads side by side, or one of them.
+"""Candidate labels of queries; how heads score them, and the vector space that is searched: both
+heads side by side, or one of them.
 
 Legend: L labels, B queries, C candidates, K results, P pairs or rows, D width of a head, D' width
 of the space.
@@ -18,18 +19,25 @@ false` it does not, and their inner product takes the place of the cosine."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from unidec.errors import DataError
-from unidec.ranking.compiled import Array, compiled_reordered
+from unidec.ranking.sparse import (
+    Array,
+    Floats,
+    PairScores,
+    Rows,
+    compiled_reordered,
+    first_keys,
+    largest_of_each,
+)
 
 Space = Literal["both", "de", "clf"]
 SPACES: tuple[Space, ...] = ("both", "de", "clf")
-Floats = npt.NDArray[np.float32]
-Rows = npt.NDArray[np.int64]
 
 
 class Heads:
@@ -219,3 +227,103 @@ def unit_rows(vectors_ND: Floats) -> Floats:
     vectors = np.asarray(vectors_ND, dtype=np.float32)
     length = np.linalg.norm(vectors, axis=1, keepdims=True)
     return np.divide(vectors, length, out=np.zeros_like(vectors), where=length > 0)
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """The best labels of B queries.
+
+    Attributes:
+        rows: int64 [B, K] label rows, best first; -1 where a query has fewer than K results.
+        scores: float32 [B, K]; -inf where there is no result.
+        knn_scores: float32 [B, K], unweighted votes of similar training queries; NaN where there is
+            no result; None if training queries do not vote.
+        de_scores, clf_scores: float32 [B, K], each head's own score; NaN where there is no result;
+            None if the model lacks the head, and before `Ranker.with_parts`.
+    """
+
+    rows: Rows
+    scores: Floats
+    knn_scores: Floats | None = None
+    de_scores: Floats | None = None
+    clf_scores: Floats | None = None
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Candidate pairs of a query and a label, unique, sorted by query and label; no other pair can
+    be among the best.
+
+    Attributes:
+        query_P, label_P: int64 [P]. votes_P: float32 [P], votes of each pair.
+        num_queries: B.
+    """
+
+    query_P: Rows
+    label_P: Rows
+    votes_P: Floats
+    num_queries: int
+
+    @classmethod
+    def of(cls, key_P: Rows, votes: PairScores) -> Candidates:
+        """Candidates by their keys, ascending and unique."""
+        num_queries, num_labels = votes.shape
+        query_P, label_P = np.divmod(key_P, num_labels)
+        return cls(query_P, label_P, votes.at(key_P), num_queries)
+
+    def best(self, score_P: Floats, k: int) -> Ranked:
+        """The k candidates of each query with the largest scores; ties are ordered by label row."""
+        begin_B = np.searchsorted(self.query_P, np.arange(self.num_queries + 1))
+        place_BK = largest_of_each(begin_B, score_P, k)
+        is_missing_BK = place_BK < 0
+
+        def ranked(value_P: Rows | Floats, missing: float) -> npt.NDArray[Any]:
+            if not len(value_P):
+                return np.full(place_BK.shape, missing, dtype=value_P.dtype)
+            value_BK = value_P[place_BK]
+            value_BK[is_missing_BK] = missing
+            return value_BK
+
+        return Ranked(
+            rows=ranked(self.label_P, -1),
+            scores=ranked(score_P, -np.inf),
+            knn_scores=ranked(self.votes_P, np.nan),
+        )
+
+
+def candidate_keys(
+    found_BC: Rows, voted: Rows, num_labels: int, excluded: Rows | None = None
+) -> Rows:
+    """Keys of the retrieved labels and of those with votes, ascending, without excluded pairs.
+
+    If `found_BC` holds the heads' k best labels without excluded ones and `voted` every label with
+    a vote, the k best labels by heads + weight * votes are among them, for any weight >= 0.
+
+    Args:
+        found_BC: label rows, -1 for no result. voted, excluded: int64 keys.
+    """
+    key_BC = first_keys(len(found_BC), num_labels) + found_BC
+    return without(np.union1d(key_BC[found_BC >= 0], voted), excluded)
+
+
+def allowed_keys(
+    allowed: Rows, num_queries: int, num_labels: int, excluded: Rows | None = None
+) -> Rows:
+    """Keys of the allowed labels (ascending rows) of each query, ascending, without excluded
+    pairs.
+    """
+    key_BC = first_keys(num_queries, num_labels) + allowed
+    return without(key_BC.ravel(), excluded)
+
+
+def without(key_P: Rows, excluded: Rows | None) -> Rows:
+    """`key_P` without the excluded keys."""
+    if excluded is None or not excluded.size:
+        return key_P
+    return key_P[~np.isin(key_P, excluded)]
+
+
+def votes_alone(votes: PairScores, k: int, excluded: Rows | None = None) -> Ranked:
+    """The k labels with the most votes; labels without votes are not returned."""
+    candidates = Candidates.of(without(votes.key_N, excluded), votes)
+    return candidates.best(candidates.votes_P, k)

@@ -17,8 +17,9 @@ from unidec.config.index_spec import KINDS, IndexSpec, Kind
 from unidec.model.faiss_library import faiss_module
 from unidec.progress import progress
 from unidec.ranking.exact_index import ExactIndex
-from unidec.ranking.heads import Floats, Heads, Rows
+from unidec.ranking.heads import Heads
 from unidec.ranking.index import LabelIndex, recall
+from unidec.ranking.sparse import Floats, Rows
 
 GRAPH_LABELS = 200_000
 """Above this number of labels, HNSW is measured only on request: a graph takes hours to build."""

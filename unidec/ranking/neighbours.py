@@ -24,7 +24,7 @@ section 2)."""
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -33,30 +33,27 @@ from scipy.sparse import csr_matrix, diags, identity, vstack
 
 from unidec.data.raw import text_array
 from unidec.model.words import WordSpace
-from unidec.ranking.candidates import PairScores
-from unidec.ranking.compiled import (
-    NOT_REACHED,
-    Array,
-    Csr,
-    Sums,
-    Workspace,
-    add,
-    compiled,
-    compiled_inline,
-)
-from unidec.ranking.heads import Floats, Rows, unit_rows
+from unidec.ranking.heads import unit_rows
 from unidec.ranking.index import LabelIndex
-from unidec.ranking.largest import keep_largest
-from unidec.ranking.postings import Postings, RowProducts
+from unidec.ranking.sparse import (
+    LEAST_SHARE,
+    Ballots,
+    Csr,
+    Floats,
+    PairScores,
+    Postings,
+    RowProducts,
+    Rows,
+    Voters,
+    Workspace,
+    count_votes,
+    keep_largest,
+)
 
 Vote = Literal["square", "softmax", "ridge", "ridge-labels"]
 VOTES: tuple[Vote, ...] = get_args(Vote)
 RIDGE = 1.0  # measured: benchmarks/results/votes.md
-# votes of a label's text for co-occurring labels: weight, and smallest share
-COMPANION = np.float32(0.5)
-LEAST_SHARE = np.float32(0.1)
 TEMPERATURE = 0.05  # of the softmax vote; close to the temperature of the heads' own softmax
-_ONE = np.float32(1)
 _SOLVED_AT_ONCE = 64  # queries whose votes by ridge are solved together
 MOST_CO_OCCURRING = 128  # co-occurring labels stored for each label: the most frequent ones
 
@@ -133,7 +130,7 @@ class Neighbours:
             voted = vstack([voted, self._voted_by_labels()], format="csr")
         self.num_voters = voted.shape[0]
         voted.sort_indices()
-        self._voters = _Voters(
+        self._voters = Voters(
             self.num_queries, Csr.of(voted), Csr.of(self.labels_ML), self.label_counts
         )
         self._of_labels = Workspace(self.num_labels)
@@ -276,87 +273,13 @@ class Neighbours:
         num_entries = np.where(row_BN < 0, 0, begin[row_BN + 1] - begin[row_BN]).sum()
         key_T = np.empty(num_entries, dtype=np.int64)
         vote_T = np.empty(num_entries, dtype=np.float32)
-        ballots = _Ballots(weight_BN, row_BN, left_out)
-        num = _count(ballots, self._voters, self._of_labels.sums, key_T, vote_T)
+        ballots = Ballots(weight_BN, row_BN, left_out)
+        num = count_votes(ballots, self._voters, self._of_labels.sums, key_T, vote_T)
         order = np.argsort(key_T[:num])
         votes = PairScores(key_T[order], vote_T[order], (len(row_BN), self.num_labels))
         if self.vote in ("square", "softmax"):
             return votes.relative()
         return votes
-
-
-class _Voters(NamedTuple):
-    """What compiled code reads of the voters."""
-
-    num_queries: int
-    voted: Csr  # [voters, L]: labels of a training query; of a label, itself and co-occurring ones
-    labels_ML: Csr
-    label_counts: Array
-
-
-class _Ballots(NamedTuple):
-    """The voters of each query, their weights, and the training query that is left out, or -1."""
-
-    weight_BN: Array
-    row_BN: Array
-    left_out_B: Array
-
-
-@compiled_inline
-def _has(matrix: Csr, row: int, column: int) -> bool:
-    for place in range(matrix.begin[row], matrix.begin[row + 1]):
-        if matrix.column[place] == column:
-            return True
-    return False
-
-
-@compiled_inline
-def _share(voters: _Voters, voter: int, place: int, left_out: int) -> Any:
-    """Weight of a voter's vote for one of its labels, as if the training query `left_out` were
-    absent: that changes only the shares of the labels that it has.
-    """
-    share = voters.voted.value[place]
-    label = voters.voted.column[place]
-    voting_label = voter - voters.num_queries
-    if voting_label < 0 or voting_label == label:
-        return share
-    if left_out >= 0 and _has(voters.labels_ML, left_out, voting_label):
-        count = voters.label_counts[voting_label]
-        num_both = share * count
-        if _has(voters.labels_ML, left_out, label):
-            num_both -= _ONE
-        share = num_both / max(count - _ONE, _ONE)
-        if share < LEAST_SHARE:
-            return np.float32(0)
-    return COMPANION * share
-
-
-@compiled
-def _count(ballots: _Ballots, voters: _Voters, sums: Sums, key_T: Array, vote_T: Array) -> Any:
-    """Fill in the positive sums of votes, query by query; returns their number."""
-    num_labels = len(sums.total)
-    num_queries, num_voters = ballots.row_BN.shape
-    num_written = 0
-    for query in range(num_queries):
-        left_out = ballots.left_out_B[query]
-        num_reached = np.int64(0)
-        for n in range(num_voters):
-            weight = ballots.weight_BN[query, n]
-            if weight == 0:
-                continue
-            voter = ballots.row_BN[query, n]
-            for place in range(voters.voted.begin[voter], voters.voted.begin[voter + 1]):
-                label = voters.voted.column[place]
-                vote = weight * _share(voters, voter, place, left_out)
-                num_reached = add(sums, num_reached, label, vote)
-        for n in range(num_reached):
-            label = sums.reached[n]
-            if sums.total[label] > 0:
-                key_T[num_written] = query * num_labels + label
-                vote_T[num_written] = sums.total[label]
-                num_written += 1
-            sums.total[label] = NOT_REACHED
-    return num_written
 
 
 def _rounded_to_float16(matrix: csr_matrix) -> csr_matrix:

@@ -25,7 +25,7 @@ from unidec.data.tokens import TextTokenizer, Tokens, encode_texts, length_chunk
 from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.model.arrays import GRAPH, INT8_GRAPH, ModelConfig, misfit, read_arrays
 from unidec.model.words import WordSpace, with_words
-from unidec.ranking.heads import Floats
+from unidec.ranking.sparse import Floats
 
 Runtime = Literal["auto", "torch", "onnx", "onnx-int8"]
 RUNTIMES = get_args(Runtime)

@@ -17,19 +17,19 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from scipy.sparse import csr_matrix
 
-from unidec.ranking.candidates import (
+from unidec.ranking.fusion import FEWEST_CANDIDATES, RESCORE, Fusion, LabelEvidence
+from unidec.ranking.heads import (
     Candidates,
-    PairScores,
+    Heads,
     Ranked,
+    Space,
     allowed_keys,
     candidate_keys,
     votes_alone,
 )
-from unidec.ranking.evidence import FEWEST_CANDIDATES, RESCORE, LabelEvidence
-from unidec.ranking.fusion import Fusion
-from unidec.ranking.heads import Floats, Heads, Rows, Space
 from unidec.ranking.neighbours import Neighbours
 from unidec.ranking.query_encoder import Encoded
+from unidec.ranking.sparse import Floats, PairScores, Rows
 
 Head = Literal["de", "clf"]
 SINGLE_HEADS: tuple[Head, ...] = ("de", "clf")

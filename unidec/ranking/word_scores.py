@@ -15,14 +15,35 @@ import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_matrix, diags
 
-from unidec.ranking.candidates import PairScores, first_keys
-from unidec.ranking.compiled import Array, Csr, compiled
-from unidec.ranking.fusion import WORD_FEATURES
-from unidec.ranking.heads import Floats, Rows
-from unidec.ranking.largest import keep_largest
 from unidec.ranking.neighbours import Neighbours
-from unidec.ranking.postings import Postings
+from unidec.ranking.sparse import (
+    Array,
+    Csr,
+    Floats,
+    PairScores,
+    Postings,
+    Rows,
+    compiled,
+    first_keys,
+    keep_largest,
+)
 
+WORD_FEATURES = (
+    "votes",
+    "votes below the most",
+    "log rank by votes",
+    "words of the label",
+    "label words below the best",
+    "log rank by label words",
+    "words of its queries",
+    "query words below the best",
+    "log rank by query words",
+    "most votes",
+    "best label words",
+    "best query words",
+    "log frequency",
+    "log words of the query",
+)
 # of a left-out query: labels with most votes, best by label words, best by query words
 WORD_CANDIDATES = (100, 50, 50)
 VOTED = 100  # labels with the most votes that are added to the candidates
@@ -151,7 +172,7 @@ class WordScores:
     def features(
         self, query_P: Rows, label_P: Rows, evidence: WordEvidence | None = None
     ) -> Floats:
-        """`fusion.WORD_FEATURES` of the given pairs, then those of the first words if they are
+        """`WORD_FEATURES` of the given pairs, then those of the first words if they are
         scored: float32 [P, X].
 
         Args:
