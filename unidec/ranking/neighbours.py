@@ -54,7 +54,7 @@ Vote = Literal["square", "softmax", "ridge", "ridge-labels"]
 VOTES: tuple[Vote, ...] = get_args(Vote)
 RIDGE = 1.0  # measured: benchmarks/results/votes.md
 TEMPERATURE = 0.05  # of the softmax vote; close to the temperature of the heads' own softmax
-_SOLVED_AT_ONCE = 64  # queries whose votes by ridge are solved together
+_MOST_PRODUCTS = 1 << 20  # of neighbours with each other, in systems that are solved together
 MOST_CO_OCCURRING = 128  # co-occurring labels stored for each label: the most frequent ones
 
 
@@ -232,8 +232,9 @@ class Neighbours:
             weight_BN = np.exp(below_BN / np.float32(TEMPERATURE))
             return np.where(cosine_BN > 0, weight_BN, np.float32(0))
         out_BN = np.empty_like(cosine_BN)
-        for start in range(0, len(out_BN), _SOLVED_AT_ONCE):
-            block = slice(start, start + _SOLVED_AT_ONCE)
+        step = max(1, _MOST_PRODUCTS // row_BN.shape[1] ** 2)
+        for start in range(0, len(out_BN), step):
+            block = slice(start, start + step)
             out_BN[block] = self._ridge_weights(cosine_BN[block], row_BN[block])
         return out_BN
 

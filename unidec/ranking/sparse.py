@@ -77,11 +77,11 @@ class Sums(NamedTuple):
     Attributes:
         total: float32, the sum of each column that was reached; `NOT_REACHED` for others, and for
             all between two uses.
-        reached: int64, the columns that were reached, in the order in which they were.
+        reached: uint32, the columns that were reached, in the order in which they were.
     """
 
     total: NDArray[np.float32]
-    reached: NDArray[np.int64]
+    reached: NDArray[np.uint32]
 
 
 class Workspace(threading.local):
@@ -89,7 +89,7 @@ class Workspace(threading.local):
 
     def __init__(self, num_columns: int) -> None:
         total = np.full(num_columns, NOT_REACHED)
-        self.sums = Sums(total, np.zeros(num_columns, dtype=np.int64))
+        self.sums = Sums(total, np.zeros(num_columns, dtype=np.uint32))
 
 
 @compiled_inline
@@ -368,7 +368,7 @@ def _read(
             score = sums.total[row]
             sums.total[row] = NOT_REACHED
             if score > 0 and score >= least and num_results > 0:
-                num_kept = keep(score, row, score_BK[query], row_BK[query], num_kept)
+                num_kept = keep(score, np.int64(row), score_BK[query], row_BK[query], num_kept)
                 if num_kept == num_results:
                     least = score_BK[query, 0]
         sort_kept(score_BK[query], row_BK[query], num_kept)
