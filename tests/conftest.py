@@ -169,9 +169,17 @@ def compiled_loops(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder, _ = shared_prefect.run_folder(tmp_path_factory.getbasetemp())
     done = folder / "compiled"
     with FileLock(f"{done}.lock"):
-        if not done.exists():
+        if not done.exists() and not _are_compiled():
             _compile_loops(tmp_path_factory.mktemp("compile") / "bundle")
-            done.touch()
+        done.touch()
+
+
+def _are_compiled() -> bool:
+    """Whether anything was compiled since the ranking's code was changed."""
+    folder = ROOT / "unidec" / "ranking"
+    changed = [file.stat().st_mtime for file in folder.glob("*.py")]
+    compiled = [file.stat().st_mtime for file in folder.glob("__pycache__/*.nbi")]
+    return max(compiled, default=0) > max(changed)
 
 
 def _compile_loops(bundle: Path) -> None:
