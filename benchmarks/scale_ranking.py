@@ -35,6 +35,7 @@ from synthetic import Ragged, Synthetic, Words, write_raw
 from unidec.bundle.bundle_info import BundleInfo, KnnInfo
 from unidec.bundle.neighbour_files import read_neighbours, write_neighbours
 from unidec.config.index_spec import IndexSpec
+from unidec.cores import one_thread_of_blas
 from unidec.data.formats import read_raw
 from unidec.data.storage import write_json
 from unidec.data.tokens import encode_texts
@@ -264,6 +265,7 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=512, help="new queries, at least a batch")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
+    one_thread_of_blas()  # in the processes that are started, as in the server
     results: dict[str, Facts] = {}
     for source in [*filter(None, options.sizes.split(",")), *options.data]:
         results[Path(source).name] = measured(source, options.queries)
