@@ -1,8 +1,7 @@
 """Learnt fusion: a small network ranks the candidates of heads and votes by their features.
 
-Legend: B queries, L labels, C candidates from the search, P pairs of a query and a candidate, F
-words, X features, M training queries, O pairs of a left-out query and one of its labels, T largest
-scores of a query, D width of a head, H hidden units.
+Legend: B queries, L labels, C candidates from the search, P pairs of a query and a candidate, S
+scores of a pair, X features, D width of a head, H hidden units.
 
     score(x, l) = network(features of x and l) + tail * log(inverse propensity of l)
 
@@ -273,9 +272,7 @@ class LabelEvidence:
             reference = key_P
             key_P = np.union1d(key_P, allowed_keys(allowed, num_queries, num_labels, excluded))
             is_reference_P = np.isin(key_P, reference)
-        pairs = Candidates.of(key_P, scored.votes)
-        query_P = pairs.query_P
-        label_P = pairs.label_P
+        query_P, label_P = np.divmod(key_P, num_labels)
         de_BD = self.de.queries(encoded.de_BD, None)
         clf_BD = self.clf.queries(None, encoded.clf_BD)
         de_P = self.de.pair_scores(de_BD, query_P, label_P)
@@ -297,7 +294,7 @@ class LabelEvidence:
         return Evidence(
             query_P=query_P[is_kept_P],
             label_P=label_P[is_kept_P],
-            votes_P=pairs.votes_P[is_kept_P],
+            votes_P=by_words.score_SP[0][is_kept_P],
             feature_PX=feature_PX[is_kept_P],
             num_queries=num_queries,
         )

@@ -29,12 +29,11 @@ from unidec.ranking.heads import (
 )
 from unidec.ranking.neighbours import Neighbours
 from unidec.ranking.query_encoder import Encoded
-from unidec.ranking.sparse import Floats, PairScores, Rows
+from unidec.ranking.sparse import NO_ROWS, Floats, PairScores, Rows
 
 Head = Literal["de", "clf"]
 SINGLE_HEADS: tuple[Head, ...] = ("de", "clf")
 MOST_POINTS = 32  # of a calibration
-_NO_ROWS = np.zeros(0, dtype=np.int64)
 Score = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
 Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
@@ -139,7 +138,7 @@ class Ranker:
             found: the best labels by the heads' score, at least `CANDIDATES` of them or all,
                 without excluded pairs; None: the index is searched.
         """
-        excluded = _NO_ROWS if excluded is None else excluded
+        excluded = NO_ROWS if excluded is None else excluded
         query_BD = self.heads.queries(encoded.de_BD, encoded.clf_BD, head)
         as_served = head == "both"
         if self.fusion is not None and self.evidence is not None and as_served:
@@ -322,7 +321,7 @@ def named_predictions(
     """
     # one look-up of all names: it costs the same for one name and for a thousand
     rows = [row[:count] for row, count in zip(ranked.rows, count_B, strict=True)]
-    indices = pa.array(np.concatenate([_NO_ROWS, *rows]))
+    indices = pa.array(np.concatenate([NO_ROWS, *rows]))
     uid_N = uids.take(indices).to_pylist()
     title_N = titles.take(indices).to_pylist()
     probabilities = None if calibration is None else calibration.of(ranked.scores)

@@ -31,7 +31,7 @@ NOT_REACHED = np.float32(-np.inf)
 COMPANION = np.float32(0.5)
 LEAST_SHARE = np.float32(0.1)
 _ONE = np.float32(1)
-_NO_PAIRS = np.zeros(0, dtype=np.int64)
+NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -131,9 +131,7 @@ def _largest_of_each(begin_B: Array, score_N: Array, place_BK: Array) -> None:
     score_K = np.empty(num, dtype=np.float32)
     for query in range(len(place_BK)):
         place_K = place_BK[query]
-        num_kept = np.int64(0)
-        for place in range(begin_B[query], begin_B[query + 1]):
-            num_kept = keep(score_N[place], place, score_K, place_K, num_kept)
+        num_kept = _keep_between(begin_B[query], begin_B[query + 1], score_N, score_K, place_K)
         sort_kept(score_K, place_K, num_kept)
 
 
@@ -142,11 +140,19 @@ def _mark_largest(matrix: Csr, num: int, is_kept_N: Array) -> None:
     value_K = np.empty(num, dtype=np.float32)
     place_K = np.empty(num, dtype=np.int64)
     for row in range(len(matrix.begin) - 1):
-        num_kept = np.int64(0)
-        for place in range(matrix.begin[row], matrix.begin[row + 1]):
-            num_kept = keep(matrix.value[place], place, value_K, place_K, num_kept)
+        end = matrix.begin[row + 1]
+        num_kept = _keep_between(matrix.begin[row], end, matrix.value, value_K, place_K)
         for n in range(num_kept):
             is_kept_N[place_K[n]] = True
+
+
+@compiled
+def _keep_between(begin: int, end: int, score_N: Array, score_K: Array, place_K: Array) -> Any:
+    """Make a heap of the largest scores of some places; returns their number."""
+    num_kept = np.int64(0)
+    for place in range(begin, end):
+        num_kept = keep(score_N[place], place, score_K, place_K, num_kept)
+    return num_kept
 
 
 @compiled
@@ -280,7 +286,7 @@ class Postings:
         self._of_rows = Workspace(matrix_RF.shape[0])
 
     def search(
-        self, queries: Csr, num: int, query_P: Rows = _NO_PAIRS, row_P: Rows = _NO_PAIRS
+        self, queries: Csr, num: int, query_P: Rows = NO_ROWS, row_P: Rows = NO_ROWS
     ) -> tuple[Floats, Rows, Floats]:
         """The rows with the largest positive inner products, best first, ties ordered by row; and
         the inner products of some pairs.

@@ -17,6 +17,7 @@ from scipy.sparse import csr_matrix, diags
 
 from unidec.ranking.neighbours import Neighbours
 from unidec.ranking.sparse import (
+    NO_ROWS,
     Array,
     Csr,
     Floats,
@@ -51,7 +52,6 @@ _RANKED = 64  # best labels among which a rank is counted
 _ROUNDING = 1e-5  # relative differences up to this size may be rounding errors
 # largest word weights kept for the queries of a label; popular labels have thousands
 _PROFILE_WORDS = 256
-_NO_KEYS = np.zeros(0, dtype=np.int64)
 
 
 class WordCosines:
@@ -100,7 +100,7 @@ class WordCosines:
 
     def largest(self, count: int) -> Rows:
         """Keys of each query's `count` largest positive cosines, at most `_RANKED`."""
-        _, cosine_BT, key_BT = self.search(_NO_KEYS)
+        _, cosine_BT, key_BT = self.search(NO_ROWS)
         is_positive = cosine_BT[:, :count] > 0
         return key_BT[:, :count][is_positive]
 
