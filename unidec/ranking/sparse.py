@@ -1,6 +1,6 @@
 """Compiled loops over sparse arrays: sums that few entries reach, the largest scores of each query,
-an inverted index, and votes. No array of all rows or labels is made for a query: each thread keeps
-one, of which a query touches what it reaches.
+and an inverted index. No array of all rows or labels is made for a query: each thread keeps one, of
+which a query touches what it reaches.
 
 numba compiles a function at its first call. The machine code is stored beside the source or in the
 user's cache folder (`NUMBA_CACHE_DIR`), so that only the first process compiles. Sums are in
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,10 +26,9 @@ Array = NDArray[Any]
 Floats = NDArray[np.float32]
 Rows = NDArray[np.int64]
 NOT_REACHED = np.float32(-np.inf)
-# votes of a label's text for co-occurring labels: weight, and smallest share
-COMPANION = np.float32(0.5)
-LEAST_SHARE = np.float32(0.1)
-_ONE = np.float32(1)
+_ROUNDED = np.float32(0.999)  # more than the order of a sum changes it
+_READ_WHOLE = 1 << 15  # entries of a query's columns, if not more
+_READ_OR_MULTIPLY = 16  # entries that are read in the time in which a row is multiplied
 NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
@@ -66,7 +64,7 @@ class Csr(NamedTuple):
         """The same entries; arrays are copied only if their types differ."""
         return cls(
             matrix.indptr.astype(np.int64, copy=False),
-            matrix.indices.astype(np.uint32),
+            matrix.indices.astype(np.int32, copy=False).view(np.uint32),
             matrix.data.astype(np.float32, copy=False),
         )
 
@@ -212,78 +210,29 @@ def _replace_root(score: Any, place: Any, score_K: Array, place_K: Array, num_ke
     place_K[at] = place
 
 
-@dataclass(frozen=True)
-class PairScores:
-    """Scores of pairs of a query and a label; a pair that is not stored has the score 0.
-
-    Attributes:
-        key_N: int64 [N], query * L + label, ascending and unique. score_N: float32 [N].
-        shape: (B, L).
-    """
-
-    key_N: Rows
-    score_N: Floats
-    shape: tuple[int, int]
-
-    @classmethod
-    def none(cls, shape: tuple[int, int]) -> PairScores:
-        """Scores without any stored pair."""
-        return cls(np.zeros(0, np.int64), np.zeros(0, np.float32), shape)
-
-    @classmethod
-    def of(cls, matrix_BL: csr_matrix) -> PairScores:
-        """Scores from the stored entries of a matrix with sorted indices."""
-        num_labels_B = np.diff(matrix_BL.indptr)
-        first_N = np.repeat(first_keys(*matrix_BL.shape), num_labels_B)
-        key_N = first_N + matrix_BL.indices
-        return cls(key_N, matrix_BL.data.astype(np.float32), matrix_BL.shape)
-
-    def relative(self) -> PairScores:
-        """Scores divided by the largest of their query; all must be positive."""
-        query_N = self.key_N // self.shape[1]
-        largest_B = np.zeros(self.shape[0], dtype=np.float32)
-        np.maximum.at(largest_B, query_N, self.score_N)
-        return replace(self, score_N=self.score_N / largest_B[query_N])
-
-    def at(self, key_P: Rows) -> Floats:
-        """Scores of the given pairs, float32 [P]."""
-        if not len(self.key_N):
-            return np.zeros(len(key_P), dtype=np.float32)
-        last = len(self.key_N) - 1
-        at_P = np.minimum(np.searchsorted(self.key_N, key_P), last)
-        is_stored_P = self.key_N[at_P] == key_P
-        return np.where(is_stored_P, self.score_N[at_P], np.float32(0))
-
-    def best(self, count: int) -> tuple[Floats, Rows]:
-        """Each query's `count` largest scores, largest first, and their keys: float32 and int64
-        [B, count]; 0 and -1 where there is none.
-        """
-        num_queries, num_labels = self.shape
-        begin_B = np.searchsorted(self.key_N, num_labels * np.arange(num_queries + 1))
-        place_BT = largest_of_each(begin_B, self.score_N, count)
-        if not len(self.key_N):
-            return np.zeros(place_BT.shape, dtype=np.float32), place_BT
-        score_BT = np.where(place_BT < 0, np.float32(0), self.score_N[place_BT])
-        return score_BT, np.where(place_BT < 0, -1, self.key_N[place_BT])
-
-
-def first_keys(num_queries: int, num_labels: int) -> Rows:
-    """Key of each query's first label, [B, 1]."""
-    return num_labels * np.arange(num_queries, dtype=np.int64)[:, None]
-
-
 class Postings:
     """An inverted index of the rows of a matrix. Thread-safe.
 
     Args:
-        matrix_RF: CSR [R, F].
+        rows: [R, F], whose columns ascend.
     """
 
-    def __init__(self, matrix_RF: csr_matrix) -> None:
-        columns = csr_matrix(matrix_RF.T, dtype=np.float32)
-        columns.sort_indices()
-        self._columns = Csr.of(columns)
-        self._of_rows = Workspace(matrix_RF.shape[0])
+    def __init__(self, rows: Csr, num_columns: int) -> None:
+        num_rows = len(rows.begin) - 1
+        matrix_RF = csr_matrix(
+            (rows.value, rows.column.view(np.int32), rows.begin), shape=(num_rows, num_columns)
+        )
+        self._rows = rows
+        self._columns = Csr.of(csr_matrix(matrix_RF.T))
+        self._most_F = _most_of_each(self._columns)
+        self._of_rows = Workspace(num_rows)
+        self._of_columns = Weights(num_columns)
+
+    @classmethod
+    def of(cls, matrix_RF: csr_matrix) -> Postings:
+        """An index of the rows of a CSR matrix [R, F]."""
+        matrix_RF.sort_indices()
+        return cls(Csr.of(matrix_RF), matrix_RF.shape[1])
 
     def search(
         self, queries: Csr, num: int, query_P: Rows = NO_ROWS, row_P: Rows = NO_ROWS
@@ -303,7 +252,10 @@ class Postings:
         row_BK = np.full(score_BK.shape, -1, dtype=np.int64)
         score_P = np.zeros(len(row_P), dtype=np.float32)
         begin_B = np.searchsorted(query_P, np.arange(num_queries + 1))
-        _read(queries, self._columns, self._of_rows.sums, begin_B, row_P, score_P, score_BK, row_BK)
+        index = _Index(self._rows, self._columns, self._most_F)
+        work = _Work(self._of_rows.sums, self._of_columns.weight_F)
+        pairs = _Pairs(begin_B, row_P, score_P)
+        _search(queries, index, work, pairs, score_BK, row_BK)
         return score_BK, row_BK, score_P
 
     def best(self, queries: Csr, num: int) -> tuple[Floats, Rows]:
@@ -317,181 +269,201 @@ class Postings:
         return score_P
 
 
-class RowProducts:
-    """Inner products of a matrix's rows with each other. Thread-safe.
-
-    Args:
-        matrix_RF: CSR [R, F].
-    """
-
-    def __init__(self, matrix_RF: csr_matrix) -> None:
-        self._rows = Csr.of(matrix_RF)
-        self._links = _Links(matrix_RF.shape[1])
-
-    def of(self, row_BN: Rows) -> Floats:
-        """Inner products of each query's rows, float32 [B, N, N]; 0 for row -1."""
-        num_queries, num_rows = row_BN.shape
-        product_BNN = np.zeros((num_queries, num_rows, num_rows), dtype=np.float32)
-        _products(self._rows, row_BN, self._links.last_F, product_BNN)
-        return product_BNN
-
-
-class _Links(threading.local):
-    """Each thread's own list of the last entry of each column, for `_products`."""
+class Weights(threading.local):
+    """Each thread's own weight of each column: that of a query while it is compared, else 0."""
 
     def __init__(self, num_columns: int) -> None:
-        self.last_F = np.full(num_columns, -1, dtype=np.int64)
+        self.weight_F = np.zeros(num_columns, dtype=np.float32)
+
+
+class _Index(NamedTuple):
+    """What compiled code reads of an index; most_F bounds the values of each column."""
+
+    rows: Csr
+    columns: Csr
+    most_F: Array
+
+
+class _Work(NamedTuple):
+    """Where compiled code adds up the rows of a query, and the query's weight of each column."""
+
+    sums: Sums
+    weight_F: Array
+
+
+class _Pairs(NamedTuple):
+    """Pairs in the order of their queries: the first of each query, and their inner products."""
+
+    begin_B: Array
+    row_P: Array
+    score_P: Array
 
 
 @compiled
-def _read(
-    queries: Csr,
-    columns: Csr,
-    sums: Sums,
-    begin_B: Array,
-    row_P: Array,
-    score_P: Array,
-    score_BK: Array,
-    row_BK: Array,
+def _most_of_each(columns: Csr) -> Array:
+    """Bound on what an entry of each column adds to a sum: its largest value; infinite if one is
+    negative, as then a sum that was begun is no bound.
+    """
+    most_F = np.zeros(len(columns.begin) - 1, dtype=np.float32)
+    for column in range(len(most_F)):
+        for place in range(columns.begin[column], columns.begin[column + 1]):
+            value = columns.value[place]
+            most_F[column] = max(most_F[column], value if value >= 0 else np.float32(np.inf))
+    return most_F
+
+
+@compiled_inline
+def _multiply(rows: Csr, row: int, weight_F: Array) -> Any:
+    """Inner product of a row and a query, summed in the order of the columns."""
+    score = np.float32(0)
+    for place in range(rows.begin[row], rows.begin[row + 1]):
+        score += rows.value[place] * weight_F[rows.column[place]]
+    return score
+
+
+@compiled
+def _rests(columns_E: Array, weight_E: Array, most_F: Array) -> Array:
+    """Bound on what each entry and those after it add to a sum, float32 [E + 1]."""
+    rest_E = np.zeros(len(columns_E) + 1, dtype=np.float32)
+    for entry in range(len(columns_E) - 1, -1, -1):
+        weight = weight_E[entry]
+        most = weight * most_F[columns_E[entry]] if weight >= 0 else np.float32(np.inf)
+        rest_E[entry] = rest_E[entry + 1] + most
+    return rest_E
+
+
+@compiled
+def _add_column(columns: Csr, column: int, weight: float, sums: Sums, num_reached: int) -> Any:
+    for place in range(columns.begin[column], columns.begin[column + np.uint32(1)]):
+        product = columns.value[place] * weight
+        num_reached = add(sums, num_reached, columns.column[place], product)
+    return num_reached
+
+
+@compiled
+def _least_of_best(sums: Sums, num_reached: int, score_K: Array, row_K: Array) -> Any:
+    """A little less than the smallest of the K largest sums: the order of a sum changes it by less
+    than that. 0 if fewer were reached.
+    """
+    num_kept = np.int64(0)
+    for n in range(num_reached):
+        total = sums.total[sums.reached[n]]
+        if num_kept < len(score_K) or total > score_K[0]:
+            num_kept = keep(total, np.int64(sums.reached[n]), score_K, row_K, num_kept)
+    return score_K[0] * _ROUNDED if num_kept == len(score_K) else np.float32(0)
+
+
+@compiled
+def _num_above(sums: Sums, num_reached: int, least: float) -> Any:
+    """Number of sums that are at least this large."""
+    num_above = np.int64(0)
+    for n in range(num_reached):
+        num_above += sums.total[sums.reached[n]] >= least
+    return num_above
+
+
+@compiled
+def _search(
+    queries: Csr, index: _Index, work: _Work, pairs: _Pairs, score_BK: Array, row_BK: Array
 ) -> None:
-    num_results = score_BK.shape[1]
+    columns = index.columns
+    sums = work.sums
     for query in range(len(score_BK)):
-        num_reached = np.int64(0)
-        for entry in range(queries.begin[query], queries.begin[query + 1]):
+        first = queries.begin[query]
+        end = queries.begin[query + 1]
+        num_entries = np.int64(0)
+        for entry in range(first, end):
             column = queries.column[entry]
-            weight = queries.value[entry]
-            for place in range(columns.begin[column], columns.begin[column + np.uint32(1)]):
-                product = columns.value[place] * weight
-                num_reached = add(sums, num_reached, columns.column[place], product)
-        for pair in range(begin_B[query], begin_B[query + 1]):
-            score = sums.total[row_P[pair]]
-            if score != NOT_REACHED:
-                score_P[pair] = score
-        num_kept = np.int64(0)
-        least = np.float32(0)
-        for n in range(num_reached):
-            row = sums.reached[n]
-            score = sums.total[row]
-            sums.total[row] = NOT_REACHED
-            if score > 0 and score >= least and num_results > 0:
-                num_kept = keep(score, np.int64(row), score_BK[query], row_BK[query], num_kept)
-                if num_kept == num_results:
-                    least = score_BK[query, 0]
-        sort_kept(score_BK[query], row_BK[query], num_kept)
+            num_entries += columns.begin[column + np.uint32(1)] - columns.begin[column]
+        if num_entries <= _READ_WHOLE:
+            num_reached = np.int64(0)
+            for entry in range(first, end):
+                column = queries.column[entry]
+                num_reached = _add_column(columns, column, queries.value[entry], sums, num_reached)
+            _read_pairs(query, pairs, sums)
+            _keep_sums(sums, num_reached, score_BK[query], row_BK[query])
+            continue
+        for entry in range(first, end):
+            work.weight_F[queries.column[entry]] = queries.value[entry]
+        if score_BK.shape[1]:
+            _search_long(queries, query, index, work, score_BK[query], row_BK[query])
+        for pair in range(pairs.begin_B[query], pairs.begin_B[query + 1]):
+            pairs.score_P[pair] = _multiply(index.rows, pairs.row_P[pair], work.weight_F)
+        for entry in range(first, end):
+            work.weight_F[queries.column[entry]] = 0
 
 
 @compiled
-def _products(rows: Csr, row_BN: Array, last_F: Array, product_BNN: Array) -> None:
-    """Add up the products of each pair of entries in the same column: the entries of a column are
-    linked, the last one first.
-
-    Args:
-        last_F: last entry of each column, int64; all -1, as they are again afterwards.
-    """
-    num_rows = row_BN.shape[1]
-    for query in range(len(row_BN)):
-        num_entries = 0
-        for n in range(num_rows):
-            if row_BN[query, n] >= 0:
-                num_entries += rows.begin[row_BN[query, n] + 1] - rows.begin[row_BN[query, n]]
-        before_E = np.empty(num_entries, dtype=np.int64)
-        row_E = np.empty(num_entries, dtype=np.int64)
-        value_E = np.empty(num_entries, dtype=np.float32)
-        entry = 0
-        for n in range(num_rows):
-            row = row_BN[query, n]
-            if row < 0:
-                continue
-            for place in range(rows.begin[row], rows.begin[row + 1]):
-                column = rows.column[place]
-                value = rows.value[place]
-                before_E[entry] = last_F[column]
-                row_E[entry] = n
-                value_E[entry] = value
-                last_F[column] = entry
-                other = entry
-                while other >= 0:
-                    product_BNN[query, n, row_E[other]] += value * value_E[other]
-                    other = before_E[other]
-                entry += 1
-        for n in range(num_rows):
-            row = row_BN[query, n]
-            for m in range(n):
-                product_BNN[query, m, n] = product_BNN[query, n, m]
-            if row >= 0:
-                for place in range(rows.begin[row], rows.begin[row + 1]):
-                    last_F[rows.column[place]] = -1
-
-
-class Voters(NamedTuple):
-    """What compiled code reads of the voters."""
-
-    num_queries: int
-    voted: Csr  # [voters, L]: labels of a training query; of a label, itself and co-occurring ones
-    labels_ML: Csr
-    label_counts: Array
-
-
-class Ballots(NamedTuple):
-    """The voters of each query, their weights, and the training query that is left out, or -1."""
-
-    weight_BN: Array
-    row_BN: Array
-    left_out_B: Array
-
-
-@compiled_inline
-def _has(matrix: Csr, row: int, column: int) -> bool:
-    for place in range(matrix.begin[row], matrix.begin[row + 1]):
-        if matrix.column[place] == column:
-            return True
-    return False
-
-
-@compiled_inline
-def _share(voters: Voters, voter: int, place: int, left_out: int) -> Any:
-    """Weight of a voter's vote for one of its labels, as if the training query `left_out` were
-    absent: that changes only the shares of the labels that it has.
-    """
-    share = voters.voted.value[place]
-    label = voters.voted.column[place]
-    voting_label = voter - voters.num_queries
-    if voting_label < 0 or voting_label == label:
-        return share
-    if left_out >= 0 and _has(voters.labels_ML, left_out, voting_label):
-        count = voters.label_counts[voting_label]
-        num_both = share * count
-        if _has(voters.labels_ML, left_out, label):
-            num_both -= _ONE
-        share = num_both / max(count - _ONE, _ONE)
-        if share < LEAST_SHARE:
-            return np.float32(0)
-    return COMPANION * share
+def _read_pairs(query: int, pairs: _Pairs, sums: Sums) -> None:
+    for pair in range(pairs.begin_B[query], pairs.begin_B[query + 1]):
+        score = sums.total[pairs.row_P[pair]]
+        if score != NOT_REACHED:
+            pairs.score_P[pair] = score
 
 
 @compiled
-def count_votes(ballots: Ballots, voters: Voters, sums: Sums, key_T: Array, vote_T: Array) -> Any:
-    """Fill in the positive sums of votes, query by query; returns their number."""
-    num_labels = len(sums.total)
-    num_queries, num_voters = ballots.row_BN.shape
-    num_written = 0
-    for query in range(num_queries):
-        left_out = ballots.left_out_B[query]
-        num_reached = np.int64(0)
-        for n in range(num_voters):
-            weight = ballots.weight_BN[query, n]
-            if weight == 0:
-                continue
-            voter = ballots.row_BN[query, n]
-            for place in range(voters.voted.begin[voter], voters.voted.begin[voter + 1]):
-                label = voters.voted.column[place]
-                vote = weight * _share(voters, voter, place, left_out)
-                num_reached = add(sums, num_reached, label, vote)
-        for n in range(num_reached):
-            label = sums.reached[n]
-            if sums.total[label] > 0:
-                key_T[num_written] = query * num_labels + label
-                vote_T[num_written] = sums.total[label]
-                num_written += 1
-            sums.total[label] = NOT_REACHED
-    return num_written
+def _keep_sums(sums: Sums, num_reached: int, score_K: Array, row_K: Array) -> None:
+    """Keep the K largest sums; none are left."""
+    num_kept = np.int64(0)
+    least = np.float32(0)
+    for n in range(num_reached):
+        row = sums.reached[n]
+        score = sums.total[row]
+        sums.total[row] = NOT_REACHED
+        if score > 0 and score >= least and len(score_K) > 0:
+            num_kept = keep(score, np.int64(row), score_K, row_K, num_kept)
+            if num_kept == len(score_K):
+                least = score_K[0]
+    sort_kept(score_K, row_K, num_kept)
+
+
+@compiled
+def _search_long(
+    queries: Csr, query: int, index: _Index, work: _Work, score_K: Array, row_K: Array
+) -> None:
+    """Find the best rows of a query whose columns have many entries. Most of those are in frequent
+    columns, which say the least: rare columns are read first (MaxScore: Turtle and Flood 1995).
+
+    Reading ends when no other row can be among the K best, and when it takes less time to multiply
+    those that can. Their inner products are summed in the order of the columns, as those of other
+    queries are.
+    """
+    sums = work.sums
+    first = queries.begin[query]
+    column_E = queries.column[first : queries.begin[query + 1]]
+    weight_E = queries.value[first : queries.begin[query + 1]]
+    begin_F = index.columns.begin
+    num_entries_E = begin_F[column_E + np.uint32(1)] - begin_F[column_E]
+    order_E = np.argsort(num_entries_E)
+    rest_E = _rests(column_E[order_E], weight_E[order_E], index.most_F)
+    num_left = num_entries_E.sum()
+    num_reached = np.int64(0)
+    num_read = 0
+    least = np.float32(0)
+    for entry in order_E:
+        if num_entries_E[entry] > num_reached >= len(score_K):
+            least = _least_of_best(sums, num_reached, score_K, row_K)
+            can_end = rest_E[num_read] < least
+            lowest = least - rest_E[num_read]
+            if can_end and _num_above(sums, num_reached, lowest) * _READ_OR_MULTIPLY < num_left:
+                break
+        num_reached = _add_column(
+            index.columns, column_E[entry], weight_E[entry], sums, num_reached
+        )
+        num_left -= num_entries_E[entry]
+        num_read += 1
+    else:
+        least = _least_of_best(sums, num_reached, score_K, row_K)
+    lowest = least - rest_E[num_read]
+    num_kept = np.int64(0)
+    for n in range(num_reached):
+        row = sums.reached[n]
+        is_open = sums.total[row] >= lowest
+        sums.total[row] = NOT_REACHED
+        if is_open:
+            score = _multiply(index.rows, row, work.weight_F)
+            if score > 0:
+                num_kept = keep(score, np.int64(row), score_K, row_K, num_kept)
+    sort_kept(score_K, row_K, num_kept)
+    score_K[num_kept:] = 0
+    row_K[num_kept:] = -1
