@@ -146,9 +146,8 @@ class Neighbours:
         if words is None:
             self._index = LabelIndex.build(voting.astype(np.float32))
         else:
-            rows = Csr.of(voting)
-            self._postings = Postings(rows, voting.shape[1])
-            self._products = RowProducts(rows, voting.shape[1])
+            self._postings = Postings(voting)
+            self._products = RowProducts(voting)
 
     def _share_memory(self, voting: csr_matrix) -> None:
         """Keep the word vectors once: those that are compared are rows of `voting`."""
@@ -320,12 +319,12 @@ class RowProducts:
     """Inner products of a matrix's rows with each other. Thread-safe.
 
     Args:
-        rows: [R, F].
+        matrix_RF: CSR [R, F].
     """
 
-    def __init__(self, rows: Csr, num_columns: int) -> None:
-        self._rows = rows
-        self._links = _Links(num_columns)
+    def __init__(self, matrix_RF: csr_matrix) -> None:
+        self._rows = Csr.of(matrix_RF)
+        self._links = _Links(matrix_RF.shape[1])
 
     def of(self, row_BN: Rows) -> Floats:
         """Inner products of each query's rows, float32 [B, N, N]; 0 for row -1."""

@@ -1,5 +1,5 @@
-"""Compiled loops over sparse arrays: sums that few entries reach, the largest scores of each query,
-and an inverted index. No array of all rows or labels is made for a query: each thread keeps one, of
+"""Compiled loops over sparse arrays: sums that few entries reach, the largest of many scores, and
+an inverted index. No array of all rows or labels is made for a query: each thread keeps one, of
 which a query touches what it reaches.
 
 numba compiles a function at its first call. The machine code is stored beside the source or in the
@@ -26,9 +26,8 @@ Array = NDArray[Any]
 Floats = NDArray[np.float32]
 Rows = NDArray[np.int64]
 NOT_REACHED = np.float32(-np.inf)
-_ROUNDED = np.float32(0.999)  # more than the order of a sum changes it
-_READ_WHOLE = 1 << 15  # entries of a query's columns, if not more
-_READ_OR_MULTIPLY = 16  # entries that are read in the time in which a row is multiplied
+_ROWS_AT_ONCE = 1 << 14  # their sums fit in a core's cache
+_GROUP = 64
 NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
@@ -102,7 +101,7 @@ def add(sums: Sums, num_reached: int, column: int, amount: float) -> Any:
     return num_reached
 
 
-def largest_of_each(begin_B: Array, score_N: Array, num: int) -> NDArray[np.int64]:
+def largest_of_each(begin_B: Array, score_N: Array, num: int) -> Rows:
     """Places of the `num` largest scores of each query, largest first, of equals the first one
     first: int64 [B, K], -1 where a query has fewer scores.
 
@@ -214,25 +213,15 @@ class Postings:
     """An inverted index of the rows of a matrix. Thread-safe.
 
     Args:
-        rows: [R, F], whose columns ascend.
+        matrix_RF: CSR [R, F].
     """
 
-    def __init__(self, rows: Csr, num_columns: int) -> None:
-        num_rows = len(rows.begin) - 1
-        matrix_RF = csr_matrix(
-            (rows.value, rows.column.view(np.int32), rows.begin), shape=(num_rows, num_columns)
-        )
-        self._rows = rows
-        self._columns = Csr.of(csr_matrix(matrix_RF.T))
-        self._most_F = _most_of_each(self._columns)
-        self._of_rows = Workspace(num_rows)
-        self._of_columns = Weights(num_columns)
-
-    @classmethod
-    def of(cls, matrix_RF: csr_matrix) -> Postings:
-        """An index of the rows of a CSR matrix [R, F]."""
-        matrix_RF.sort_indices()
-        return cls(Csr.of(matrix_RF), matrix_RF.shape[1])
+    def __init__(self, matrix_RF: csr_matrix) -> None:
+        columns = csr_matrix(matrix_RF.T, dtype=np.float32)
+        columns.sort_indices()
+        self._columns = Csr.of(columns)
+        self._num_rows = matrix_RF.shape[0]
+        self._some_rows = _SomeRows()
 
     def search(
         self, queries: Csr, num: int, query_P: Rows = NO_ROWS, row_P: Rows = NO_ROWS
@@ -241,7 +230,7 @@ class Postings:
         the inner products of some pairs.
 
         Args:
-            query_P, row_P: pairs, ascending by query.
+            query_P, row_P: pairs, ascending by query, then by row.
 
         Returns:
             inner products float32 [B, K] and rows int64 [B, K], 0 and -1 where there is no result;
@@ -251,11 +240,9 @@ class Postings:
         score_BK = np.zeros((num_queries, num), dtype=np.float32)
         row_BK = np.full(score_BK.shape, -1, dtype=np.int64)
         score_P = np.zeros(len(row_P), dtype=np.float32)
-        begin_B = np.searchsorted(query_P, np.arange(num_queries + 1))
-        index = _Index(self._rows, self._columns, self._most_F)
-        work = _Work(self._of_rows.sums, self._of_columns.weight_F)
-        pairs = _Pairs(begin_B, row_P, score_P)
-        _search(queries, index, work, pairs, score_BK, row_BK)
+        pairs = _Pairs(np.searchsorted(query_P, np.arange(num_queries + 1)), row_P, score_P)
+        index = _Index(self._columns, self._num_rows)
+        _search(queries, index, self._some_rows.sums, pairs, score_BK, row_BK)
         return score_BK, row_BK, score_P
 
     def best(self, queries: Csr, num: int) -> tuple[Floats, Rows]:
@@ -264,31 +251,16 @@ class Postings:
         return score_BK, row_BK
 
     def at(self, queries: Csr, query_P: Rows, row_P: Rows) -> Floats:
-        """Inner products of some pairs, ascending by query: float32 [P]."""
+        """Inner products of some pairs, ascending by query, then by row: float32 [P]."""
         *_, score_P = self.search(queries, 0, query_P, row_P)
         return score_P
 
 
-class Weights(threading.local):
-    """Each thread's own weight of each column: that of a query while it is compared, else 0."""
-
-    def __init__(self, num_columns: int) -> None:
-        self.weight_F = np.zeros(num_columns, dtype=np.float32)
-
-
 class _Index(NamedTuple):
-    """What compiled code reads of an index; most_F bounds the values of each column."""
+    """What compiled code reads of an index: columns CSR [F, R], whose rows ascend."""
 
-    rows: Csr
     columns: Csr
-    most_F: Array
-
-
-class _Work(NamedTuple):
-    """Where compiled code adds up the rows of a query, and the query's weight of each column."""
-
-    sums: Sums
-    weight_F: Array
+    num_rows: int
 
 
 class _Pairs(NamedTuple):
@@ -299,171 +271,87 @@ class _Pairs(NamedTuple):
     score_P: Array
 
 
-@compiled
-def _most_of_each(columns: Csr) -> Array:
-    """Bound on what an entry of each column adds to a sum: its largest value; infinite if one is
-    negative, as then a sum that was begun is no bound.
+class _RowSums(NamedTuple):
+    """Sums of `_ROWS_AT_ONCE` rows, 0 between two uses; and whether a row of each group, of
+    `_GROUP` rows, was reached.
     """
-    most_F = np.zeros(len(columns.begin) - 1, dtype=np.float32)
-    for column in range(len(most_F)):
-        for place in range(columns.begin[column], columns.begin[column + 1]):
-            value = columns.value[place]
-            most_F[column] = max(most_F[column], value if value >= 0 else np.float32(np.inf))
-    return most_F
+
+    total: NDArray[np.float32]
+    is_reached: NDArray[np.bool_]
 
 
-@compiled_inline
-def _multiply(rows: Csr, row: int, weight_F: Array) -> Any:
-    """Inner product of a row and a query, summed in the order of the columns."""
-    score = np.float32(0)
-    for place in range(rows.begin[row], rows.begin[row + 1]):
-        score += rows.value[place] * weight_F[rows.column[place]]
-    return score
+class _SomeRows(threading.local):
+    """Each thread's own `_RowSums`."""
 
-
-@compiled
-def _rests(columns_E: Array, weight_E: Array, most_F: Array) -> Array:
-    """Bound on what each entry and those after it add to a sum, float32 [E + 1]."""
-    rest_E = np.zeros(len(columns_E) + 1, dtype=np.float32)
-    for entry in range(len(columns_E) - 1, -1, -1):
-        weight = weight_E[entry]
-        most = weight * most_F[columns_E[entry]] if weight >= 0 else np.float32(np.inf)
-        rest_E[entry] = rest_E[entry + 1] + most
-    return rest_E
-
-
-@compiled
-def _add_column(columns: Csr, column: int, weight: float, sums: Sums, num_reached: int) -> Any:
-    for place in range(columns.begin[column], columns.begin[column + np.uint32(1)]):
-        product = columns.value[place] * weight
-        num_reached = add(sums, num_reached, columns.column[place], product)
-    return num_reached
-
-
-@compiled
-def _least_of_best(sums: Sums, num_reached: int, score_K: Array, row_K: Array) -> Any:
-    """A little less than the smallest of the K largest sums: the order of a sum changes it by less
-    than that. 0 if fewer were reached.
-    """
-    num_kept = np.int64(0)
-    for n in range(num_reached):
-        total = sums.total[sums.reached[n]]
-        if num_kept < len(score_K) or total > score_K[0]:
-            num_kept = keep(total, np.int64(sums.reached[n]), score_K, row_K, num_kept)
-    return score_K[0] * _ROUNDED if num_kept == len(score_K) else np.float32(0)
-
-
-@compiled
-def _num_above(sums: Sums, num_reached: int, least: float) -> Any:
-    """Number of sums that are at least this large."""
-    num_above = np.int64(0)
-    for n in range(num_reached):
-        num_above += sums.total[sums.reached[n]] >= least
-    return num_above
+    def __init__(self) -> None:
+        total = np.zeros(_ROWS_AT_ONCE, dtype=np.float32)
+        self.sums = _RowSums(total, np.zeros(_ROWS_AT_ONCE // _GROUP, dtype=bool))
 
 
 @compiled
 def _search(
-    queries: Csr, index: _Index, work: _Work, pairs: _Pairs, score_BK: Array, row_BK: Array
+    queries: Csr, index: _Index, sums: _RowSums, pairs: _Pairs, score_BK: Array, row_BK: Array
 ) -> None:
-    columns = index.columns
-    sums = work.sums
-    for query in range(len(score_BK)):
-        first = queries.begin[query]
-        end = queries.begin[query + 1]
-        num_entries = np.int64(0)
-        for entry in range(first, end):
-            column = queries.column[entry]
-            num_entries += columns.begin[column + np.uint32(1)] - columns.begin[column]
-        if num_entries <= _READ_WHOLE:
-            num_reached = np.int64(0)
-            for entry in range(first, end):
-                column = queries.column[entry]
-                num_reached = _add_column(columns, column, queries.value[entry], sums, num_reached)
-            _read_pairs(query, pairs, sums)
-            _keep_sums(sums, num_reached, score_BK[query], row_BK[query])
-            continue
-        for entry in range(first, end):
-            work.weight_F[queries.column[entry]] = queries.value[entry]
-        if score_BK.shape[1]:
-            _search_long(queries, query, index, work, score_BK[query], row_BK[query])
-        for pair in range(pairs.begin_B[query], pairs.begin_B[query + 1]):
-            pairs.score_P[pair] = _multiply(index.rows, pairs.row_P[pair], work.weight_F)
-        for entry in range(first, end):
-            work.weight_F[queries.column[entry]] = 0
-
-
-@compiled
-def _read_pairs(query: int, pairs: _Pairs, sums: Sums) -> None:
-    for pair in range(pairs.begin_B[query], pairs.begin_B[query + 1]):
-        score = sums.total[pairs.row_P[pair]]
-        if score != NOT_REACHED:
-            pairs.score_P[pair] = score
-
-
-@compiled
-def _keep_sums(sums: Sums, num_reached: int, score_K: Array, row_K: Array) -> None:
-    """Keep the K largest sums; none are left."""
-    num_kept = np.int64(0)
-    least = np.float32(0)
-    for n in range(num_reached):
-        row = sums.reached[n]
-        score = sums.total[row]
-        sums.total[row] = NOT_REACHED
-        if score > 0 and score >= least and len(score_K) > 0:
-            num_kept = keep(score, np.int64(row), score_K, row_K, num_kept)
-            if num_kept == len(score_K):
-                least = score_K[0]
-    sort_kept(score_K, row_K, num_kept)
-
-
-@compiled
-def _search_long(
-    queries: Csr, query: int, index: _Index, work: _Work, score_K: Array, row_K: Array
-) -> None:
-    """Find the best rows of a query whose columns have many entries. Most of those are in frequent
-    columns, which say the least: rare columns are read first (MaxScore: Turtle and Flood 1995).
-
-    Reading ends when no other row can be among the K best, and when it takes less time to multiply
-    those that can. Their inner products are summed in the order of the columns, as those of other
-    queries are.
-    """
-    sums = work.sums
-    first = queries.begin[query]
-    column_E = queries.column[first : queries.begin[query + 1]]
-    weight_E = queries.value[first : queries.begin[query + 1]]
+    """Add up some rows at a time, whose sums fit in the processor's cache."""
     begin_F = index.columns.begin
-    num_entries_E = begin_F[column_E + np.uint32(1)] - begin_F[column_E]
-    order_E = np.argsort(num_entries_E)
-    rest_E = _rests(column_E[order_E], weight_E[order_E], index.most_F)
-    num_left = num_entries_E.sum()
-    num_reached = np.int64(0)
-    num_read = 0
-    least = np.float32(0)
-    for entry in order_E:
-        if num_entries_E[entry] > num_reached >= len(score_K):
-            least = _least_of_best(sums, num_reached, score_K, row_K)
-            can_end = rest_E[num_read] < least
-            lowest = least - rest_E[num_read]
-            if can_end and _num_above(sums, num_reached, lowest) * _READ_OR_MULTIPLY < num_left:
-                break
-        num_reached = _add_column(
-            index.columns, column_E[entry], weight_E[entry], sums, num_reached
-        )
-        num_left -= num_entries_E[entry]
-        num_read += 1
-    else:
-        least = _least_of_best(sums, num_reached, score_K, row_K)
-    lowest = least - rest_E[num_read]
-    num_kept = np.int64(0)
-    for n in range(num_reached):
-        row = sums.reached[n]
-        is_open = sums.total[row] >= lowest
-        sums.total[row] = NOT_REACHED
-        if is_open:
-            score = _multiply(index.rows, row, work.weight_F)
-            if score > 0:
-                num_kept = keep(score, np.int64(row), score_K, row_K, num_kept)
-    sort_kept(score_K, row_K, num_kept)
-    score_K[num_kept:] = 0
-    row_K[num_kept:] = -1
+    for query in range(len(score_BK)):
+        column_E = queries.column[queries.begin[query] : queries.begin[query + 1]]
+        weight_E = queries.value[queries.begin[query] : queries.begin[query + 1]]
+        next_E = begin_F[column_E].astype(np.uint64)  # entries that are not yet added
+        end_E = begin_F[column_E + np.uint32(1)].astype(np.uint64)
+        pair = pairs.begin_B[query]
+        num_kept = np.int64(0)
+        for first_row in range(0, index.num_rows, _ROWS_AT_ONCE):
+            after = first_row + _ROWS_AT_ONCE
+            for e in range(len(column_E)):
+                next_E[e] = _add_rows(
+                    index.columns, weight_E[e], next_E[e], end_E[e], np.uint32(first_row), sums
+                )
+            while pair < pairs.begin_B[query + 1] and pairs.row_P[pair] < after:
+                pairs.score_P[pair] = sums.total[pairs.row_P[pair] - first_row]
+                pair += 1
+            num_kept = _keep_sums(sums, first_row, score_BK[query], row_BK[query], num_kept)
+        sort_kept(score_BK[query], row_BK[query], num_kept)
+
+
+@compiled_inline
+def _add_rows(
+    columns: Csr, weight: float, place: Any, end: Any, first_row: Any, sums: _RowSums
+) -> Any:
+    """Add the entries of a column to the sums of their rows; returns the first entry of the rows
+    after them. With unsigned numbers, compiled code need not check whether they are negative.
+    """
+    while place < end:
+        row = columns.column[place] - first_row
+        if row >= np.uint64(_ROWS_AT_ONCE):
+            break
+        sums.total[row] += columns.value[place] * weight
+        sums.is_reached[row // np.uint64(_GROUP)] = True
+        place += np.uint64(1)
+    return place
+
+
+@compiled
+def _keep_sums(sums: _RowSums, first_row: int, score_K: Array, row_K: Array, num_kept: int) -> Any:
+    """Put the positive sums into the heap of the K largest; clears all sums. Returns the number in
+    the heap.
+    """
+    num_results = len(score_K)
+    least = score_K[0] if 0 < num_kept == num_results else np.float32(0)
+    for group in range(len(sums.is_reached)):
+        if not sums.is_reached[group]:
+            continue
+        sums.is_reached[group] = False
+        rows = range(group * _GROUP, (group + 1) * _GROUP)
+        num_above = np.int32(0)
+        for row in rows:
+            num_above += sums.total[row] > least
+        if num_above > 0 and num_results > 0:
+            for row in rows:
+                if sums.total[row] > least:  # of equal sums, the first row is kept
+                    num_kept = keep(sums.total[row], first_row + row, score_K, row_K, num_kept)
+                    if num_kept == num_results:
+                        least = score_K[0]
+        for row in rows:
+            sums.total[row] = 0
+    return num_kept

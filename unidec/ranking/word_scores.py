@@ -231,8 +231,8 @@ class WordScorer:
         self._norm_L = norm_L
         inverse_L = np.divide(1, norm_L, out=np.zeros_like(norm_L), where=norm_L > 0)
         self._profile_LF = diags(inverse_L) @ sum_LF
-        self._labels = Postings.of(neighbours.compared_labels)
-        self._profiles = Postings.of(self._profile_LF)
+        self._labels = Postings(neighbours.compared_labels)
+        self._profiles = Postings(self._profile_LF)
         self.by_first_words: WordScorer | None = None
         if neighbours.by_first_words is not None:
             self.by_first_words = WordScorer(neighbours.by_first_words, num_votes)
