@@ -18,6 +18,7 @@ from helpers.raw_files import write_raw
 from helpers.tiny_data import make_raw
 
 from unidec import cli
+from unidec.comparison import cell
 from unidec.comparison.workspace import load_comparison
 from unidec.tracking.store import prepare_store
 
@@ -69,9 +70,16 @@ def unidec(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def run_flow(prefect_api: str, capfd: pytest.CaptureFixture[str]) -> Iterator[RunFlow]:
+def run_flow(
+    prefect_api: str,
+    warm_python: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> Iterator[RunFlow]:
     """The same in this process, where Prefect is imported already: (exit code, stdout, stderr)."""
     from flows.command import main
+
+    monkeypatch.setattr(cell, "COMMAND", (*warm_python, *cell.COMMAND[1:]))
 
     def run(*words: str) -> tuple[int, str, str]:
         code = main("compare", ["c.yaml", *words])
@@ -101,7 +109,10 @@ def test_a_wrong_file_is_reported_once(
 
 
 def test_from_nothing_to_a_report(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    project: Path,
+    run_flow: RunFlow,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     made = unidec("--only", "kNN", "--metrics", "figures/knn.json")
     assert made.returncode == 0, made.stderr
@@ -141,12 +152,12 @@ def test_from_nothing_to_a_report(
     # what fails is named, and the exit code reports it; the rest is there all the same
     place = next(workspace.glob("cells/d/knn/0-*"))
     (workspace / "cells/d/mix").write_text("a file where a folder should be")
-    broken = unidec("--only", "mix", "--only", "kNN")
-    assert broken.returncode == 1
-    assert "the process of this run cannot be started" in broken.stderr
-    assert "report: " in broken.stderr
-    assert "d\tkNN\t1" in broken.stdout
-    assert "Traceback" not in broken.stderr
+    code, printed, errors = run_flow("--only", "mix", "--only", "kNN")
+    assert code == 1
+    assert "the process of this run cannot be started" in errors
+    assert "report: " in errors
+    assert "d\tkNN\t1" in printed
+    assert "Traceback" not in errors
     assert (place / "result.json").is_file()
 
 
