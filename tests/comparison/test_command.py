@@ -63,9 +63,9 @@ def done() -> list[str]:
     return [name for name in comparison.jobs if comparison.steps[name].is_done()]
 
 
-def unidec(*words: str) -> subprocess.CompletedProcess[str]:
+def unidec(python: list[str], *words: str) -> subprocess.CompletedProcess[str]:
     """`unidec compare c.yaml`, as a person calls it."""
-    command = [sys.executable, "-m", "unidec.cli", "compare", "c.yaml", *words]
+    command = [*python, "-m", "unidec.cli", "compare", "c.yaml", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
 
 
@@ -110,11 +110,11 @@ def test_a_wrong_file_is_reported_once(
 
 def test_from_nothing_to_a_report(
     project: Path,
-    run_flow: RunFlow,
+    warm_python: list[str],
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    made = unidec("--only", "kNN", "--metrics", "figures/knn.json")
+    made = unidec(warm_python, "--only", "kNN", "--metrics", "figures/knn.json")
     assert made.returncode == 0, made.stderr
     workspace = project / "runs" / "compare" / "tiny"
     assert f"report: {workspace.relative_to(project)}/report.html" in made.stdout
@@ -152,12 +152,12 @@ def test_from_nothing_to_a_report(
     # what fails is named, and the exit code reports it; the rest is there all the same
     place = next(workspace.glob("cells/d/knn/0-*"))
     (workspace / "cells/d/mix").write_text("a file where a folder should be")
-    code, printed, errors = run_flow("--only", "mix", "--only", "kNN")
-    assert code == 1
-    assert "the process of this run cannot be started" in errors
-    assert "report: " in errors
-    assert "d\tkNN\t1" in printed
-    assert "Traceback" not in errors
+    broken = unidec(warm_python, "--only", "mix", "--only", "kNN")
+    assert broken.returncode == 1
+    assert "the process of this run cannot be started" in broken.stderr
+    assert "report: " in broken.stderr
+    assert "d\tkNN\t1" in broken.stdout
+    assert "Traceback" not in broken.stderr
     assert (place / "result.json").is_file()
 
 
@@ -232,7 +232,7 @@ def test_tuned_then_compared(
 
 
 @pytest.mark.slow  # test_cell.py has its quick form
-def test_terminated_and_started_again(project: Path) -> None:
+def test_terminated_and_started_again(project: Path, warm_python: list[str]) -> None:
     """SIGTERM to the comparison ends the training with a checkpoint; the same command resumes from
     it.
     """
@@ -252,7 +252,7 @@ def test_terminated_and_started_again(project: Path) -> None:
     before = (run.parent / "rounds.jsonl").read_text().splitlines()
     assert 0 < len(before) < 20
     assert not (folder / "result.json").exists()
-    again = unidec("--only", "depsl")
+    again = unidec(warm_python, "--only", "depsl")
     assert again.returncode == 0, again.stderr
     after = (run.parent / "rounds.jsonl").read_text().splitlines()
     assert len(after) == 20
