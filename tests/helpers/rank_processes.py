@@ -1,5 +1,5 @@
-"""Checks that several ranks run together: `run(2, "collectives", folder)` starts real processes on
-gloo.
+"""Checks that several ranks run together: `run(python, 2, "collectives", folder)` starts real
+processes on gloo.
 
 Each process runs one function of this file, `function(ranks, folder, **options)`, and writes what
 it returns (arrays) to a file. Starting a process costs seconds of imports, so a function holds many
@@ -21,12 +21,13 @@ from helpers.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
+TIMEOUT_S = 280.0
 
 
 def run(
-    world: int, function: str, folder: Path, timeout: float = 280, **options: Any
+    python: list[str], world: int, function: str, folder: Path, **options: Any
 ) -> list[dict[str, np.ndarray]]:
-    """What each rank's function returned, rank by rank."""
+    """What each rank's function returned, rank by rank. `python`: the words that start one."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     processes = []
@@ -42,7 +43,7 @@ def run(
             "PYTHONPATH": str(TESTS),
         }
         command = [
-            sys.executable,
+            *python,
             "-m",
             "helpers.rank_processes",
             function,
@@ -53,7 +54,7 @@ def run(
             subprocess.Popen(command, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         )
     try:
-        errors = [process.communicate(timeout=timeout)[1] for process in processes]
+        errors = [process.communicate(timeout=TIMEOUT_S)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()

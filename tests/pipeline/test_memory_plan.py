@@ -2,8 +2,10 @@
 take, what would fit.
 """
 
+import functools
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -489,7 +491,8 @@ def ingested(in_work):
         data_stages.ingest(in_work.params())
     if not paths.TOKENS.is_dir():
         data_stages.tokens(in_work.params())
-    return in_work
+    params = functools.partial(in_work.params, **{"run.check_memory": True})
+    return SimpleNamespace(folder=in_work.folder, params=params)
 
 
 @pytest.fixture
