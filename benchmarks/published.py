@@ -87,7 +87,8 @@ def groups(name: str, method: str) -> Iterator[tuple[str, dict[str, Any]]]:
         values = {
             f"{at}.{key}": value for at, keys in group["set"].items() for key, value in keys.items()
         }
-        yield group["source"], values
+        commit = f", commit {group['commit']}" if "commit" in group else ""
+        yield group["source"] + commit, values
 
 
 def resolve(name: str, method: str, others: Mapping[str, Any] | None = None) -> Params:

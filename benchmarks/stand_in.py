@@ -194,6 +194,7 @@ def _smaller(params: Params, num_train: int, batch: int) -> dict[str, Any]:
     share = size / params.pool.batch_size
     smaller = {"pool.size": params.pool.size, "optim.encode_chunk": params.optim.encode_chunk}
     return {
+        "pool.start_epoch": 0,  # the first refresh clusters and mines
         "pool.batch_size": size,
         **{key: math.ceil(share * value) for key, value in smaller.items()},
     }

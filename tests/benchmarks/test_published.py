@@ -87,6 +87,11 @@ def test_every_value_has_a_source(published, name):
     groups = [*published.methods()["settings"], *own["settings"]]
     for source in [group["source"] for group in groups] + [own["facts"]["source"]]:
         assert source.startswith((*known, published.NOT_PUBLISHED)), source
+    for group in [*groups, own["facts"]]:  # which version of a repository's file
+        if "'s code" in group["source"] and published.NOT_PUBLISHED not in group["source"]:
+            unread = group["source"].startswith("UniDEC's code")
+            pattern = "not known" if unread else "[0-9a-f]{7}"
+            assert re.fullmatch(pattern, str(group["commit"])), group
     for row in own["figures"]:
         assert re.match(r"(thesis|preprint), table \d", row["source"]), row
         assert row["method"] in own["methods"]
