@@ -63,6 +63,9 @@ PAPER = {
     "optim.warmup_epochs": 3,
     "optim.weight_decay": 0.05,
     "pool.refresh": 5,
+    "pool.start_epoch": 5,
+    "optim.clip_norm": 0.0,
+    "model.clf_dropout": 0.1,
     "model.dim": 384,
 }
 OVA = {"model.heads": "clf", "loss.clf": "bce", "loss.clf_bce": 0.0, "index.space": "clf"}

@@ -262,7 +262,8 @@ class Case:
 
     def __init__(self, recipe, dataset, tokens, transformer, folder, rng):
         folder.mkdir(exist_ok=True)
-        params = golden.small(recipe, transformer, folder, **{"model.dropout": 0.0})
+        still = {"model.dropout": 0.0, "model.clf_dropout": 0.0}
+        params = golden.small(recipe, transformer, folder, **still)
         graph = golden.label_graph(params, dataset) if params.reads_label_graph else None
         torch.manual_seed(int(rng.integers(2**31)))
         trainer = Trainer(

@@ -297,7 +297,9 @@ class Loss(Section):
         "or sum over them (Renee)",
     )
     balance: Share = key(
-        0.5, "lambda: weight of the dual encoder's loss; the classifier's loss has 1 - lambda"
+        0.5,
+        "lambda: weight of the dual encoder's loss; the classifier's loss has 1 - lambda; both are "
+        "means over queries and labels",
     )
     de_forward: Share = key(
         0.5, "lambda_D: the dual encoder's query-to-label weight; label-to-query has the rest"
