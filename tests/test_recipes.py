@@ -167,6 +167,16 @@ SPEC = {
         "pool.clf_labels": "pool",
     },
     "depsl": ENCODER_ALONE | {"loss.de": "ds", "model.temperature": 0.02},  # the paper: 1 / 18
+    "depsl-query2bid": ENCODER_ALONE
+    | {
+        "loss.de": "ds",
+        "loss.de_forward": 1.0,
+        "encoder.trainable_layers": -1,
+        "model.dim": 64,
+        "tokens.max_length": 12,
+        "pool.start_epoch": 5,
+        "optim.clip_norm": 0.0,
+    },
     "supconde": ENCODER_ALONE | {"loss.de": "supcon"},
     "dpr": ONE_POSITIVE
     | {"loss.de": "infonce", "pool.batches": "random", "pool.eta": 0, "pool.size": 0},
@@ -258,6 +268,7 @@ OTHER_ENCODER = {
     "ngame-classifier",
     "unidec-gpu",
     "unidec-gpu-long",
+    "depsl-query2bid",
     "inceptionxml",
     "inceptionxml-lf",
     "graphsage",
