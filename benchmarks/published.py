@@ -1,4 +1,4 @@
-"""What papers published for seven data sets (published/*.yaml): as params.yaml, beside measured
+"""What papers published for eight data sets (published/*.yaml): as params.yaml, beside measured
 figures, tried out.
 
     python benchmarks/published.py list
@@ -28,13 +28,14 @@ from unidec.errors import ConfigError, UnidecError
 
 FOLDER = Path(__file__).resolve().parent / "published"
 METRICS = ("P@1", "P@3", "P@5", "PSP@1", "PSP@3", "PSP@5")
+FURTHER = {"Query2Bid-450M": ("P@1", "P@3", "P@5", "P@10")}  # metrics of other data sets
 NOT_PUBLISHED = "not published"
 Facts = dict[str, Any]
 
 
 def names() -> list[str]:
     """Data sets that have a file."""
-    return sorted(path.stem for path in FOLDER.glob("LF-*.yaml"))
+    return sorted(path.stem for path in FOLDER.glob("[A-Z]*.yaml"))
 
 
 @cache
@@ -62,6 +63,24 @@ def data_set(name: str) -> Facts:
     return read_yaml(FOLDER / f"{name}.yaml")[0]
 
 
+def metrics(name: str) -> tuple[str, ...]:
+    """Metrics of a data set's figures."""
+    return FURTHER.get(name, METRICS)
+
+
+def other_figures(name: str) -> list[Facts]:
+    """Figures of systems whose settings are not kept (published/figures.yaml): `method`, `source`
+    and metrics.
+    """
+    rows = []
+    for source, table in read_yaml(FOLDER / "figures.yaml")[0].get(name, {}).items():
+        for system, *values in table:
+            found = zip(metrics(name), values, strict=True)
+            given = {metric: value for metric, value in found if value is not None}
+            rows.append({"method": system, "source": source} | given)
+    return rows
+
+
 def groups(name: str, method: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Settings of a method on a data set, as (source, values by key path); later ones override
     earlier ones.
@@ -87,7 +106,8 @@ def groups(name: str, method: str) -> Iterator[tuple[str, dict[str, Any]]]:
         values = {
             f"{at}.{key}": value for at, keys in group["set"].items() for key, value in keys.items()
         }
-        yield group["source"], values
+        commit = f", commit {group['commit']}" if "commit" in group else ""
+        yield group["source"] + commit, values
 
 
 def resolve(name: str, method: str, others: Mapping[str, Any] | None = None) -> Params:
@@ -140,11 +160,13 @@ def comparison(name: str, measured: Mapping[str, Any], method: str | None = None
     Args:
         measured: outputs/metrics.json; `test` is compared with a method's figures, `de` and `clf`
             with those of its heads alone.
-        method: whose figures; None: all that were published for the data set.
+        method: whose figures; None: all that were published for the data set, and below them those
+            of other systems.
     """
+    shown = metrics(name)
     lines = [
-        "| method | figures | " + " | ".join(METRICS) + " |",
-        "|---|---|" + "---|" * len(METRICS),
+        "| method | figures | " + " | ".join(shown) + " |",
+        "|---|---|" + "---|" * len(shown),
     ]
     figures = [row for row in data_set(name)["figures"] if method in (None, row["method"])]
     for row in figures:
@@ -153,15 +175,18 @@ def comparison(name: str, measured: Mapping[str, Any], method: str | None = None
         title = row["method"] + (f", {part} alone" if part != "test" else "")
         lines.append(
             _line(
-                title, f"published: {row['source']}", [row.get(metric) for metric in METRICS], ".2f"
+                title, f"published: {row['source']}", [row.get(metric) for metric in shown], ".2f"
             )
         )
-        lines.append(_line("", "measured", [ours.get(metric) for metric in METRICS], ".2f"))
-        both = [(ours.get(metric), row.get(metric)) for metric in METRICS]
+        lines.append(_line("", "measured", [ours.get(metric) for metric in shown], ".2f"))
+        both = [(ours.get(metric), row.get(metric)) for metric in shown]
         points = [
             own - theirs if own is not None and theirs is not None else None for own, theirs in both
         ]
         lines.append(_line("", "difference", points, "+.2f"))
+    for row in [] if method else other_figures(name):
+        values = [row.get(metric) for metric in shown]
+        lines.append(_line(row["method"], f"published: {row['source']}", values, ".2f"))
     if not figures:
         lines = [f"{name}: figures of {method} are {NOT_PUBLISHED} in the sources used here"]
     return lines

@@ -29,7 +29,7 @@ from unidec.errors import ConfigError, UnidecError
 from unidec.model.sources import resolve_encoder
 
 # what is not published of the one is taken from the other
-LIKE = {"LF-Wikipedia-500K": "LF-WikiTitles-500K"}
+LIKE = {"LF-Wikipedia-500K": "LF-WikiTitles-500K", "Query2Bid-450M": "LF-WikiTitles-500K"}
 STAGES = (
     "raw",
     "ingest",
@@ -194,6 +194,7 @@ def _smaller(params: Params, num_train: int, batch: int) -> dict[str, Any]:
     share = size / params.pool.batch_size
     smaller = {"pool.size": params.pool.size, "optim.encode_chunk": params.optim.encode_chunk}
     return {
+        "pool.start_epoch": 0,  # the first refresh clusters and mines
         "pool.batch_size": size,
         **{key: math.ceil(share * value) for key, value in smaller.items()},
     }
@@ -287,8 +288,9 @@ def write_raw(params: Params, name: str, num_train: int, num_labels: int, folder
     filter_labels_{train,test}.txt.
     """
     facts = published.data_set(name)["facts"]
-    if facts["positives_a_query"] == published.NOT_PUBLISHED:
-        facts = published.data_set(LIKE[name])["facts"]
+    if published.NOT_PUBLISHED in facts.values():
+        given = {key: value for key, value in facts.items() if value != published.NOT_PUBLISHED}
+        facts = published.data_set(LIKE[name])["facts"] | given
     num_test = min(MOST_TEST, max(FEWEST_TEST, num_train // 20))
     sizes = (num_train, num_test, num_labels)
     words = Words()

@@ -252,6 +252,8 @@ CONFLICTING = [
     ("run.devices", LEVELS | {"run.devices": 2}),
     ("loss.mixup", LEVELS | {"loss.mixup": "queries"}),
     ("pool.shortlist", {"pool.shortlist": 4}),
+    ("pool.start_epoch", {"pool.start_epoch": 4}),
+    ("pool.gandalf_rows", {"pool.gandalf_rows": "labels"}),
     ("gate.confidence", {"gate.metric": "tail/coverage@5"}),
     ("source.path", {"source.kind": "folder"}),
     ("source.path", {"source.kind": "dvc"}),

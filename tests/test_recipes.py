@@ -63,6 +63,9 @@ PAPER = {
     "optim.warmup_epochs": 3,
     "optim.weight_decay": 0.05,
     "pool.refresh": 5,
+    "pool.start_epoch": 5,
+    "optim.clip_norm": 0.0,
+    "model.clf_dropout": 0.1,
     "model.dim": 384,
 }
 OVA = {"model.heads": "clf", "loss.clf": "bce", "loss.clf_bce": 0.0, "index.space": "clf"}
@@ -164,6 +167,16 @@ SPEC = {
         "pool.clf_labels": "pool",
     },
     "depsl": ENCODER_ALONE | {"loss.de": "ds", "model.temperature": 0.02},  # the paper: 1 / 18
+    "depsl-query2bid": ENCODER_ALONE
+    | {
+        "loss.de": "ds",
+        "loss.de_forward": 1.0,
+        "encoder.trainable_layers": -1,
+        "model.dim": 64,
+        "tokens.max_length": 12,
+        "pool.start_epoch": 5,
+        "optim.clip_norm": 0.0,
+    },
     "supconde": ENCODER_ALONE | {"loss.de": "supcon"},
     "dpr": ONE_POSITIVE
     | {"loss.de": "infonce", "pool.batches": "random", "pool.eta": 0, "pool.size": 0},
@@ -255,6 +268,7 @@ OTHER_ENCODER = {
     "ngame-classifier",
     "unidec-gpu",
     "unidec-gpu-long",
+    "depsl-query2bid",
     "inceptionxml",
     "inceptionxml-lf",
     "graphsage",

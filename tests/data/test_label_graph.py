@@ -23,7 +23,7 @@ def dense_reference(truth, threshold):
     for j in np.flatnonzero(graph.diagonal()):
         for i in np.flatnonzero(graph[j]):
             share = graph[j, i] / graph[j, j]
-            if share >= threshold:
+            if share > threshold or i == j:
                 out[j, i] = share
     return out
 
@@ -110,7 +110,7 @@ def dense_glas(truth, threshold):
             forth = graph[j, i] / graph[j, j]
             back = graph[j, i] / graph[i, i]
             both = (forth + back) / 2
-            out[j, i] = sigmoid(both) if both >= threshold else 0
+            out[j, i] = sigmoid(both) if both > threshold or i == j else 0
         if graph[j, j] == 0:
             out[j, j] = sigmoid(1)
     return out
@@ -206,7 +206,9 @@ def test_walks_equal_walks_one_by_one(monkeypatch, threshold, labels_at_once):
                 visits = slow_walk(relevance, label, label - start, lanes, draws)
                 row = np.minimum(visits / max(visits[label], 1), 1)
                 row[label] = 1
-                expected[label] = np.where(row >= threshold, row, 0)
+                row[row <= threshold] = 0
+                row[label] = 1
+                expected[label] = row
     got = soft_targets(random_relevance(6), threshold, kind="random-walk")
     np.testing.assert_allclose(got.toarray(), expected, rtol=1e-6)
     assert got.has_sorted_indices and got.dtype == np.float32

@@ -61,6 +61,7 @@ def small(recipe: str, transformer: Path, folder: Path, **overrides: Any) -> Par
             "pool.batch_fit": "most",
             "pool.size": min(of_recipe.pool.size, 30),
             "pool.refresh": REFRESH,
+            "pool.start_epoch": min(of_recipe.pool.start_epoch, REFRESH),
             "optim.epochs": EPOCHS,
             "optim.warmup_epochs": 1.0,
             "optim.precision": "fp32",

@@ -39,7 +39,7 @@ def record_batches(params, dataset, tokens, *, ranks=None, graph=None, cluster_L
     model = UniDEC(params.encoder, params.model, dataset.num_labels, encoder, add=additions)
     if cluster_L is not None:
         model.label_cluster.copy_(torch.from_numpy(cluster_L))
-    pairs = changed_pairs(query_pairs(dataset), settings.pool, graph)
+    pairs = changed_pairs(query_pairs(dataset), settings.pool, graph, settings.seed)
     rows = rows_of(model, dataset, graph, never)
     methods, pairs = chosen_methods(settings, model, rows, pairs, contextlib.nullcontext)
     return Batches(

@@ -41,6 +41,28 @@ def test_gandalf_trains_on_label_texts_with_soft_targets(make_batches, tiny_data
         assert 0 < target[target > 0].min() < 1
 
 
+def test_label_texts_alone_and_a_sample_of_both(make_batches, tiny_dataset):
+    """Thesis, table 1.2: Z, and U(G, N)."""
+    train = tiny_dataset.rows("train")
+    num_queries = tiny_dataset.num_queries
+    graph = soft_targets(tiny_dataset.relevance[train], 0.1)
+    rows = {
+        which: make_batches(None, graph, **{"pool.gandalf": True, "pool.gandalf_rows": which}).rows
+        for which in ("all", "labels", "sample")
+    }
+    labels = num_queries + np.arange(tiny_dataset.num_labels)
+    assert rows["labels"].tolist() == labels.tolist()
+    sample = rows["sample"]
+    assert len(sample) == len(train) == len(set(sample.tolist()))
+    assert (np.diff(sample) > 0).all() and set(sample) < set(rows["all"])
+    assert 0 < (sample >= num_queries).sum() < len(sample)
+    again = make_batches(None, graph, **{"pool.gandalf": True, "pool.gandalf_rows": "sample"})
+    assert again.rows.tolist() == sample.tolist()
+    batch = make_batches(None, graph, **{"pool.gandalf": True, "pool.gandalf_rows": "labels"})
+    prepared = batch.prepare(batch.rows[:9], 0, 0, None)
+    assert set(prepared.targets.row_P.tolist()) == set(range(9)), "each has a target"
+
+
 def test_a_share_of_the_labels_are_queries(make_batches, tiny_dataset, tiny_tokens):
     """Labels whose row of the graph is empty stay labels only."""
     graph = soft_targets(tiny_dataset.relevance[tiny_dataset.rows("train")], 0.1).tolil()

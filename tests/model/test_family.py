@@ -237,6 +237,7 @@ FORMULAS = {
     "inceptionxml": lambda c: decoupled(c.clf / TAU, *c.every),
     "inceptionxml-lf": of_classifier,
     "depsl": lambda c: both_ways(decoupled, c.de / 0.02, *c.pool),
+    "depsl-query2bid": lambda c: decoupled(c.de / TAU, *c.pool),
     "supconde": lambda c: both_ways(supcon, c.de / TAU, *c.pool),
     "dpr": lambda c: infonce(c.de / TAU, c.picked, c.pool[1]),
     "simcse": lambda c: infonce(c.de / DEXML_TAU, *c.pool),
@@ -262,7 +263,8 @@ class Case:
 
     def __init__(self, recipe, dataset, tokens, transformer, folder, rng):
         folder.mkdir(exist_ok=True)
-        params = golden.small(recipe, transformer, folder, **{"model.dropout": 0.0})
+        still = {"model.dropout": 0.0, "model.clf_dropout": 0.0}
+        params = golden.small(recipe, transformer, folder, **still)
         graph = golden.label_graph(params, dataset) if params.reads_label_graph else None
         torch.manual_seed(int(rng.integers(2**31)))
         trainer = Trainer(

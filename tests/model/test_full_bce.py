@@ -60,7 +60,7 @@ def gradients(loss, inputs):
     return [None if x is None else x.grad for x in inputs]
 
 
-@pytest.mark.parametrize("normalise", ["rows", "entries"])
+@pytest.mark.parametrize("normalise", ["rows", "entries", "sum"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("soft", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])

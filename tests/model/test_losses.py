@@ -35,8 +35,10 @@ VARIANTS = {
     "triplet-hardest": ("triplet", {"margin": 0.7, "negatives": "hardest"}),
     "triplet-three-hardest": ("triplet", {"margin": 0.7, "negatives": "hardest", "top": 3}),
     "triplet-softmax": ("triplet", {"margin": 0.7, "negatives": "softmax", "top": 4}),
+    "triplet-pairs": ("triplet", {"margin": 0.7, "top": 4, "positives": 3}),
     "bce-rows": ("bce", {}),
     "bce-entries": ("bce", {"normalise": "entries"}),
+    "bce-sum": ("bce", {"normalise": "sum"}),
     "hinge-rows": ("hinge", {"margin": 0.8}),
     "hinge-entries": ("hinge", {"margin": 1.5, "normalise": "entries"}),
     "softtopk": ("softtopk", {"topk": 2}),
@@ -167,6 +169,19 @@ def loop_pair_loss(name, options, x_i, p, negatives, everything):
     return sum(hinges, zero) / top
 
 
+def loop_hardest_pairs(options, x_i, positives, negatives):
+    """Mean over least similar positives and hardest negatives; what is missing counts as 0."""
+    zero = x_i.sum() * 0
+    hinges = []
+    for p in sorted(positives, key=lambda p: x_i[p].item())[: options["positives"]]:
+        hardest = sorted(x_i[negatives], key=torch.Tensor.item, reverse=True)[: options["top"]]
+        of_p = [torch.clamp(s - x_i[p] + options["margin"], min=0) for s in hardest]
+        lost = [h for h in of_p if h > 0]
+        shares = torch.stack(lost).softmax(0) if lost else []
+        hinges += [h * share for h, share in zip(lost, shares, strict=True)]
+    return sum(hinges, zero) / (options["positives"] * options["top"])
+
+
 def loop_loss(name, options, logit, positive, ignored, weight, importance_L=None):
     """The formulas of the docstrings, one pair at a time."""
     num_rows, num_cols = logit.shape
@@ -183,7 +198,11 @@ def loop_loss(name, options, logit, positive, ignored, weight, importance_L=None
         if name in ("bce", "hinge"):
             for n in everything:
                 target = min(weight[i, n], 1.0)
-                up = 1.0 if importance_L is None else importance_L[n]
+                up = (
+                    1.0
+                    if importance_L is None
+                    else np.broadcast_to(importance_L, logit.shape)[i, n]
+                )
                 if name == "bce":
                     yes = -F.logsigmoid(logit[i, n])
                     no = -F.logsigmoid(-logit[i, n])
@@ -191,12 +210,17 @@ def loop_loss(name, options, logit, positive, ignored, weight, importance_L=None
                     yes = torch.clamp(options["margin"] - logit[i, n], min=0) ** 2
                     no = torch.clamp(options["margin"] + logit[i, n], min=0) ** 2
                 total = total + up * target * yes + (1 - target) * no
+        elif options.get("positives"):
+            total = total + loop_hardest_pairs(
+                options, logit[i], np.flatnonzero(positive[i]), negatives
+            )
         else:
             for p in np.flatnonzero(positive[i]):
                 total = total + weight[i, p] * loop_pair_loss(
                     name, options, logit[i], p, negatives, everything
                 )
-    return total / max(entries if options.get("normalise") == "entries" else active, 1)
+    divisor = {"entries": entries, "sum": 1}.get(options.get("normalise"), active)
+    return total / max(divisor, 1)
 
 
 def value_and_gradient(function, logit):
@@ -370,6 +394,16 @@ def loop_symmetric(
     """Both directions with weights from loops."""
     if kind in ("bce", "hinge"):
         weight = case.weight if soft else case.positive.astype(float)
+        if reduction == "pol":  # the positive terms of the others are 0
+            picked = np.zeros(case.positive.shape)
+            for i, p, sampled in zip(
+                targets.row_P.tolist(),
+                targets.col_P.tolist(),
+                targets.sampled_P.tolist(),
+                strict=True,
+            ):
+                picked[i, p] = sampled and not picked[i].any()
+            importance_L = picked * (1 if importance_L is None else importance_L)
         return loop_loss(kind, options, logit, case.positive, case.ignored, weight, importance_L)
     relevance = case.weight if soft else case.positive.astype(float)
     pairs = list(
@@ -571,10 +605,15 @@ def test_an_option_of_another_loss_is_refused(kind, rng):
 
 def test_section_loss_gives_each_loss_its_own_options(rng):
     settings = Loss(
-        margin=0.7, triplet_negatives="hardest", triplet_top=2, bce_normalise="rows", topk=3
+        margin=0.7,
+        triplet_negatives="hardest",
+        triplet_top=2,
+        triplet_positives=3,
+        bce_normalise="rows",
+        topk=3,
     )
     given = {kind: loss_options(kind, settings) for kind in LOSSES}
-    assert given["triplet"] == {"margin": 0.7, "negatives": "hardest", "top": 2}
+    assert given["triplet"] == {"margin": 0.7, "negatives": "hardest", "top": 2, "positives": 3}
     assert given["hinge"] == {"margin": 0.7, "normalise": "rows"}
     assert given["bce"] == {"normalise": "rows"}
     assert given["softtopk"] == {"topk": 3}

@@ -10,6 +10,7 @@ import torch
 from helpers.trainings import with_first_round
 
 from unidec.model.losses import symmetric_loss
+from unidec.model.pairs import target_weights
 from unidec.training import objective as module
 from unidec.training.gradient_cache import encode_texts
 
@@ -335,10 +336,12 @@ def test_inverse_propensities_weight_both_heads(open_trainer, tiny_dataset):
     ("kind", "key", "option", "values"),
     [
         ("triplet", "loss.triplet_negatives", "negatives", ("all", "hardest")),
+        ("triplet", "loss.triplet_positives", "positives", (0, 2)),
         ("triplet", "loss.margin", "margin", (0.1, 0.9)),
         ("hinge", "loss.margin", "margin", (0.1, 0.9)),
         ("softtopk", "loss.topk", "topk", (1, 3)),
         ("bce", "loss.bce_normalise", "normalise", ("rows", "entries")),
+        ("bce", "loss.bce_normalise", "normalise", ("rows", "sum")),
     ],
 )
 def test_options_reach_their_loss(open_trainer, kind, key, option, values):
@@ -386,6 +389,62 @@ def test_the_random_pick_of_one_positive_follows_the_step(open_trainer):
         for n in (0, 1, 0)
     ]
     assert found[0] == found[2] != found[1]
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_one_positive_alone_is_one_in_bce_too(open_trainer, everything):
+    """ "pol": the others are neither positive nor negative, in chunks over all labels as in a
+    pool.
+    """
+    trainer = with_first_round(
+        open_trainer(
+            **QUIET,
+            **{
+                "model.heads": "clf",
+                "loss.clf": "bce",
+                "loss.bce_normalise": "sum",
+                "loss.reduction": "pol",
+                "pool.clf_labels": "all" if everything else "pool",
+                "pool.beta": 2,
+            },
+        )
+    )
+    rows = np.sort(trainer.rows[:13])
+    batch = trainer.prepare(rows, 0)
+    clf = batch.clf.targets
+    logit = torch.from_numpy(scores(trainer, rows)[1])
+    logit = logit if batch.clf.ids is None else logit[:, batch.clf.ids]
+    generator = torch.Generator().manual_seed(hash((trainer.settings.seed, 0)) % 2**63)
+    weight_P = target_weights("pol", clf, len(rows), generator)
+    sign = -torch.ones_like(logit)
+    sign[clf.row_P, clf.col_P] = 2 * weight_P.double() - 1
+    loss = torch.nn.functional.softplus(-sign * logit)
+    loss[clf.row_P[weight_P == 0], clf.col_P[weight_P == 0]] = 0
+    loss[clf.ignored_row_F, clf.ignored_col_F] = 0
+    assert (weight_P == 0).any()
+    assert losses_of(trainer, batch)["loss_clf"] == pytest.approx(float(loss.sum()), rel=1e-4)
+
+
+def test_the_classifier_by_cosines(open_trainer):
+    """As the softmax of normalised queries and rows (NGAME)."""
+    found = []
+    for cosine in (False, True):
+        trainer = with_first_round(
+            open_trainer(
+                f"cosine-{cosine}", **QUIET, **{"model.heads": "clf", "model.clf_cosine": cosine}
+            )
+        )
+        model = trainer.model
+        with torch.no_grad():
+            torch.manual_seed(1)
+            model.table.weight.normal_()
+            if not cosine:  # the rows and queries themselves have unit length
+                model.table.weight.copy_(torch.nn.functional.normalize(model.table.weight, dim=1))
+                clf = model.clf
+                model.clf = lambda x, clf=clf: torch.nn.functional.normalize(clf(x), dim=1)
+        batch = trainer.prepare(np.sort(trainer.rows[:13]), 0)
+        found.append(losses_of(trainer, batch)["loss_clf"])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 # -- number formats

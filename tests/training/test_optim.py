@@ -143,6 +143,14 @@ def test_schedule_rises_to_one_then_falls_to_nought(tiny_bert, tiny_params, warm
         assert optimisers.factor(middle) == pytest.approx(0.5)
 
 
+def test_a_linear_decay_and_an_epsilon(tiny_bert, tiny_params):
+    changed = {"optim.epochs": 4, "optim.decay": "linear", "optim.adam_eps": 1e-6}
+    params = tiny_params(**changed)
+    optimisers = Optimisers(make_model(tiny_bert, params), params.optim, 10)
+    assert [optimisers.factor(step) for step in (9, 10, 25, 40)] == [1, 1, 0.5, 0]
+    assert {group["eps"] for group in optimisers.adamw.param_groups} == {1e-6}
+
+
 def test_learning_rates_follow_the_schedule(tiny_bert, tiny_params):
     params = tiny_params(**quiet())
     model = make_model(tiny_bert, params)

@@ -171,6 +171,19 @@ def test_random_batches_at_first_need_no_vectors(tiny_params, refresh):
         refresh(params, params.pool.refresh, never, never)
 
 
+def test_before_the_start_batches_are_random_and_nothing_is_mined(tiny_params, refresh):
+    params = tiny_params(**{"pool.start_epoch": 4})
+    for epoch in (0, 2):
+        made, report = refresh(params, epoch, never, never)
+        assert made.negatives is None
+        assert set(np.diff(made.offsets)) == {1}
+        assert len(made.batches(ROWS, 12, seed=0, epoch=epoch)) == num_clusters(len(ROWS), 12)
+        assert "clusters" not in report
+    made, report = refresh(params, 4)
+    assert made.negatives is not None
+    assert report["cluster_size"] == 12
+
+
 def test_negatives_are_mined_also_while_batches_are_random(tiny_params, refresh):
     made, _ = refresh(tiny_params(**{"pool.cluster_start": 1}), 0)
     assert made.negatives is not None

@@ -250,6 +250,34 @@ def test_a_filled_pool_is_the_one_without_and_further_positives(size, eta, rng):
             )
 
 
+@pytest.mark.parametrize("size", [0, 15])
+def test_further_positives_of_each_query_join_a_pool(size, rng):
+    """beta_C of the preprint's POS-CLF: nothing else is drawn differently, whatever the limit."""
+    case = SamplerCase(rng)
+    added = 0
+    for step in range(5):
+        rows = rng.choice(40, size=10, replace=False)
+        sampler = case.sampler(eta=3, size=size)
+        drawn = {"epoch": 1, "step": step, "shortlist_NH": case.shortlist}
+        plain = sampler.batch(rows, **drawn)
+        wider = sampler.batch(rows, **drawn, further=2)
+        check_pairs(case, wider)
+        if size == 0:
+            assert sampled_labels(wider) == sampled_labels(plain)
+        before = set(plain.pool_S.tolist())
+        after = set(wider.pool_S.tolist())
+        unlimited = case.sampler(eta=0).batch(rows, epoch=1, step=step, shortlist_NH=None)
+        sampled = sampled_labels(unlimited)
+        positives = [set(np.flatnonzero(case.positive[row]).tolist()) for row in rows]
+        left = [own - sampled[i] for i, own in enumerate(positives)]
+        assert before <= after and after - before <= set().union(*left)
+        assert all(len(own & after) >= min(2, len(own)) for own in left)
+        every = sampler.batch(rows, **drawn, further=100)
+        assert set(every.pool_S.tolist()) == before | set().union(*left)
+        added += len(after - before)
+    assert added > 0
+
+
 def test_a_fill_that_finds_nothing_changes_nothing(rng):
     """Every positive is sampled, the limit cuts sampled positives already, or no query has a
     positive.

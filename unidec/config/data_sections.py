@@ -154,7 +154,7 @@ class LabelGraph(Section):
         "soft targets by shared queries, by random walks, symmetric (GLaS), or the label "
         "itself only",
     )
-    threshold: Share = key(0.1, "delta: soft targets below this value are set to 0")
+    threshold: Share = key(0.1, "delta: soft targets up to this value are set to 0")
     share: Annotated[float, Field(gt=0, le=1)] = key(
         1.0, "share of the labels whose text is used as a query"
     )

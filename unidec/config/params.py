@@ -224,12 +224,12 @@ class Params(Section):
                 "a residual classifier starts from its labels' embeddings",
                 f"model.clf_init: label_embedding, {or_none}",
             )
-        if self.pool.clf_labels != "pool":
+        if self.pool.clf_labels != "pool" or self.pool.clf_beta:
             yield Conflict(
-                "model.clf_residual pool.clf_labels model.heads",
+                "model.clf_residual pool.clf_labels pool.clf_beta model.heads",
                 "a residual classifier would encode the texts of all labels outside the pool in "
                 "each step",
-                f"pool.clf_labels: pool, {or_none}",
+                f"pool.clf_labels: pool and pool.clf_beta: 0, {or_none}",
             )
         if self.run.devices > 1:
             yield Conflict(

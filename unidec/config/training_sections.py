@@ -159,6 +159,9 @@ class Model(Section):
     )
     clf_bias: bool = key(False, "add a learnt bias per label to the classifier's scores")
     clf_dropout: BelowOne = key(0.0, "dropout of the classifier's rows during training")
+    clf_cosine: bool = key(
+        False, "the classifier's loss is on cosines of its rows and the queries (NGAME)"
+    )
     clf_dtype: Literal["fp32", "bf16"] = key(
         "fp32", "type of the classifier's rows; bf16: with stochastic rounding"
     )
@@ -219,6 +222,9 @@ class Pool(Section):
         "labels, unless a GPU holds them",
     )
     size: CountOrZero = key(3000, "maximum number of labels in a pool; 0: no limit")
+    clf_beta: CountOrZero = key(
+        0, "beta_C: further positives per query, in the classifier's pool only"
+    )
     fill: bool = key(
         False, "fill the pool up to pool.size (0: with all) with further positives of its queries"
     )
@@ -234,14 +240,35 @@ class Pool(Section):
         False,
         "also train on label texts as queries, with soft targets of the label graph (Gandalf)",
     )
+    gandalf_rows: Literal["all", "labels", "sample"] = key(
+        "all",
+        "with pool.gandalf: queries and label texts, label texts alone, or a random sample of both "
+        "as large as the queries",
+    )
     simcse: bool = key(
         False, "a text's only positive is itself, under another dropout mask (SimCSE)"
     )
     refresh: Count = key(
         5, "T: epochs between refreshes (clustering the queries and mining hard negatives)"
     )
+    start_epoch: CountOrZero = key(
+        0, "epochs of random batches without hard negatives, before the first refresh"
+    )
 
     def conflicts(self) -> Iterator[Conflict]:
+        if self.start_epoch % self.refresh:
+            epochs = self.start_epoch - self.start_epoch % self.refresh
+            yield Conflict(
+                "pool.start_epoch pool.refresh",
+                "clusters and hard negatives begin with a refresh",
+                f"pool.start_epoch: {epochs} or {epochs + self.refresh}",
+            )
+        if self.gandalf_rows != "all" and not self.gandalf:
+            yield Conflict(
+                "pool.gandalf_rows pool.gandalf",
+                "label texts do not train",
+                "pool.gandalf: true, or pool.gandalf_rows: all",
+            )
         if 0 < self.size < self.batch_size:
             yield Conflict(
                 "pool.size pool.batch_size",
@@ -264,13 +291,15 @@ class Loss(Section):
     de: LossName = key("ds", "the dual encoder's loss (docs/training.md)")
     clf: LossName = key("ds", "the classifier's loss (docs/training.md)")
     clf_bce: NonNegative = key(1.0, "weight of an additional BCE loss on the classifier; 0: none")
-    bce_normalise: Literal["rows", "entries"] = key(
+    bce_normalise: Literal["rows", "entries", "sum"] = key(
         "entries",
-        "BCE and hinge: sum over the labels of a query's pool, or mean over all query-label "
-        "entries",
+        "BCE and hinge: sum over the labels of a query's pool, mean over all query-label entries, "
+        "or sum over them (Renee)",
     )
     balance: Share = key(
-        0.5, "lambda: weight of the dual encoder's loss; the classifier's loss has 1 - lambda"
+        0.5,
+        "lambda: weight of the dual encoder's loss; the classifier's loss has 1 - lambda; both are "
+        "means over queries and labels",
     )
     de_forward: Share = key(
         0.5, "lambda_D: the dual encoder's query-to-label weight; label-to-query has the rest"
@@ -287,6 +316,11 @@ class Loss(Section):
         "softmax (NGAME)",
     )
     triplet_top: Count = key(1, "number of hardest negatives that the triplet loss uses")
+    triplet_positives: CountOrZero = key(
+        0,
+        "number of hardest positives that the triplet loss pairs with them (NGAME's classifier); "
+        "0: the positives of loss.reduction",
+    )
     topk: Count = key(5, "k of the soft top-k loss")
     weights: Literal["none", "propensity"] = key(
         "none", "weights of positives: 1, or their inverse propensity"
@@ -320,7 +354,13 @@ class Optim(Section):
         0.0, "weight decay of the classifier's rows; with adamw and momentum only"
     )
     warmup_epochs: NonNegative = key(
-        1.0, "epochs of linear warm-up of the learning rates, before their cosine decay"
+        1.0, "epochs of linear warm-up of the learning rates, before their decay"
+    )
+    decay: Literal["cosine", "linear"] = key(
+        "cosine", "how the learning rates fall to 0 after the warm-up, without patience"
+    )
+    adam_eps: Positive = key(
+        1e-8, "epsilon of AdamW, which trains transformer and heads; published code often has 1e-6"
     )
     patience: CountOrZero = key(
         0,

@@ -1,7 +1,7 @@
 """The label graph: soft targets for label texts that serve as extra training queries (Gandalf).
 
 Source: thesis, chapter 1: `G = Y^T Y`, `y_ij = G_ij / G_jj` with label j's text as a query, values
-below delta set to
+up to delta set to
 0; variants of sections 1.3 (one-hot targets, GLaS) and 1.5 (random walks: ECLARE, Mittal et al.
 2021; number of hops and restart probability are our choice).
 
@@ -53,13 +53,13 @@ def target_blocks(
     """Soft targets of all label texts in blocks of rows, in the order of the labels: float32 CSR
     [J, L], sorted.
 
-    Row j holds the targets of label j's text that are at least the threshold and not 0. By kind,
-    entry (j, i) is
+    Row j holds the targets of label j's text that are above the threshold (equation 1.6), and its
+    own. By kind, entry (j, i) is
 
     - "cooccurrence": the share of label j's queries that also have label i, P(i | j) (Gandalf,
       equation 1.6);
     - "random-walk": visits of i divided by visits of j, at most 1, in a random walk from j;
-    - "glas": sigmoid(S_ji) with S_ji = (P(i | j) + P(j | i)) / 2, if S_ji is at least the threshold
+    - "glas": sigmoid(S_ji) with S_ji = (P(i | j) + P(j | i)) / 2, if S_ji is above the threshold
       (section 1.3.2);
     - "self": 1 for the label itself and 0 otherwise (Z' of table 1.2).
 
@@ -85,7 +85,9 @@ def target_blocks(
     with progress(total=len(count_L), desc="label graph", unit="label") as bar:
         for start, graph_JL in _graph_blocks(positive_NL, label_LN, count_L, kind):
             stop = start + graph_JL.shape[0]
-            is_target_Q = graph_JL.data >= threshold
+            row_Q = np.repeat(np.arange(stop - start), np.diff(graph_JL.indptr))
+            is_own_Q = graph_JL.indices == start + row_Q
+            is_target_Q = (graph_JL.data > threshold) | is_own_Q
             graph_JL.data = np.where(is_target_Q, graph_JL.data, 0).astype(np.float32)
             graph_JL.eliminate_zeros()
             is_alone_J = (count_L[start:stop] == 0) | (kind == "self")

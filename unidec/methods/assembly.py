@@ -84,12 +84,12 @@ def load_model(
 
 
 def changed_pairs(
-    pairs: TrainingPairs, pool: Pool, label_graph: sp.csr_matrix | None
+    pairs: TrainingPairs, pool: Pool, label_graph: sp.csr_matrix | None, seed: int
 ) -> TrainingPairs:
     """The pairs that training uses, given those of the data set."""
     if pool.gandalf:
         assert label_graph is not None
-        return with_label_queries(pairs, label_graph)
+        return with_label_queries(pairs, label_graph, pool.gandalf_rows, seed)
     if pool.simcse:
         return texts_as_labels(pairs)
     return pairs

@@ -1,4 +1,5 @@
-"""Gandalf: label texts are also training queries (Gandalf, section 3).
+"""Gandalf: label texts are also training queries (Gandalf, section 3), or the only ones, or a
+random sample of both trains (thesis, table 1.2: Z and U(G, N)).
 
 Label l is row N + l, and its relevances are row l of the label graph, soft targets in (0, 1]. A
 label whose row is empty is not a query.
@@ -15,13 +16,19 @@ import scipy.sparse as sp
 
 from unidec.model.pool import TrainingPairs
 
+_STREAM = 0x67616E64  # separates the sample's random numbers from others of a seed
 
-def with_label_queries(pairs: TrainingPairs, label_graph: sp.csr_matrix) -> TrainingPairs:
+
+def with_label_queries(
+    pairs: TrainingPairs, label_graph: sp.csr_matrix, which: str = "all", seed: int = 0
+) -> TrainingPairs:
     """The pairs of N + L rows: queries, whose positives all have relevance 1, then labels with soft
     targets.
 
     Args:
         label_graph: csr [L, L].
+        which: rows that train: "all"; "labels" alone; or "sample", as many of all as there are
+            queries, drawn without replacement by the seed.
     """
     relevance = pairs.relevance
     num_queries, num_labels = relevance.shape
@@ -29,10 +36,14 @@ def with_label_queries(pairs: TrainingPairs, label_graph: sp.csr_matrix) -> Trai
     ones = np.ones(relevance.nnz, np.float32)
     of_queries = sp.csr_matrix((ones, relevance.indices, relevance.indptr), relevance.shape)
     no_pairs = sp.csr_matrix((num_labels, num_labels), dtype=pairs.filter_pairs.dtype)
-    with_targets = np.flatnonzero(np.diff(label_graph.indptr))
+    label_rows = num_queries + np.flatnonzero(np.diff(label_graph.indptr))
+    rows = label_rows if which == "labels" else np.concatenate([pairs.rows, label_rows])
+    if which == "sample":
+        rng = np.random.default_rng([seed, _STREAM])
+        rows = np.sort(rng.choice(rows, len(pairs.rows), replace=False))
     return replace(
         pairs,
-        rows=np.concatenate([pairs.rows, num_queries + with_targets]),
+        rows=rows,
         relevance=sp.vstack([of_queries, label_graph], format="csr"),
         filter_pairs=sp.vstack([pairs.filter_pairs, no_pairs], format="csr"),
         soft=True,

@@ -40,6 +40,8 @@ from unidec.model.pairs import (
     loss_dtype,
     mask_,
     mean_over_rows,
+    one_positive,
+    row_weights,
     rows_at,
     target_weights,
 )
@@ -213,7 +215,7 @@ def bce(
         normalise: "rows": sum over the pool, mean over the queries with a positive target (the
             equation). "entries": mean over the entries of those queries without ignored ones:
             smaller by a factor of about |pool|, comparable to a softmax loss at the start of
-            training.
+            training. "sum": sum over the entries of those queries (Renee's published code).
         importance_P: float [P], factor of each pair's positive term, `target * importance *
             softplus(-x)`; None: 1. With inverse propensities these are the weighted positives of
             Jain et al. 2016 and Qaraei et al. 2021; negatives keep weight 1, and nothing is
@@ -258,7 +260,13 @@ def _all_hinges(x_BS: Tensor, other_BS: Tensor, pairs: Pairs, margin: float) -> 
 
 
 def triplet(
-    logit_BS: Tensor, pairs: Pairs, *, margin: float = 0.3, negatives: str = "all", top: int = 1
+    logit_BS: Tensor,
+    pairs: Pairs,
+    *,
+    margin: float = 0.3,
+    negatives: str = "all",
+    top: int = 1,
+    positives: int = 0,
 ) -> Tensor:
     """Triplet loss with margin: `[s_in - s_ip + gamma]_+`, where n is a pool label that is neither
     positive nor ignored for i.
@@ -274,11 +282,15 @@ def triplet(
             similarity 0 (NGAME's published code).
         top: number of hardest negatives; where the pool has fewer, the missing ones count as loss
             0.
+        positives: the loss is on the pairs of that many hardest positives and the `top` hardest
+            negatives instead (`_hardest_pairs`); 0: on each positive by its weight.
     """
     x_BS = logit_BS.to(loss_dtype(logit_BS))
     num_rows, num_columns = x_BS.shape
     pairs = pairs._replace(weight_P=pairs.weight_P.to(x_BS.dtype))
     other_BS = mask_(x_BS.clone(), *pairs.masked("ds"))
+    if positives and num_columns:
+        return _hardest_pairs(x_BS, other_BS, pairs, margin, (positives, top))
     if negatives == "all":
         return _all_hinges(x_BS, other_BS, pairs, margin) / active_rows(pairs, num_rows)
     if num_columns == 0:
@@ -291,6 +303,33 @@ def triplet(
         similarity_PK = other_PK / NGAME_TAU * (hinge_PK > 0)
         hinge_PK = hinge_PK * similarity_PK.softmax(dim=1)
     return mean_over_rows(hinge_PK.sum(dim=1) / top, pairs, num_rows)
+
+
+def _hardest_pairs(
+    x_BS: Tensor, other_BS: Tensor, pairs: Pairs, margin: float, hardest: tuple[int, int]
+) -> Tensor:
+    """Mean over the queries and over the pairs of their hardest positives (lowest similarity) and
+    hardest negatives of the pair's hinge, each weighted by its softmax over the positive's
+    negatives with a loss. Where the pool has fewer, the missing pairs count as loss 0.
+
+    Source: NGAME's published code for its classifier.
+
+    Args:
+        hardest: numbers of positives and of negatives.
+    """
+    num_positives, num_negatives = hardest
+    num_rows, num_columns = x_BS.shape
+    # masked as the least similar negative, so that a missing positive has no loss
+    minus_BS = torch.full_like(x_BS, MASKED)
+    minus_BS = minus_BS.index_put((pairs.row_P, pairs.col_P), -x_BS[pairs.row_P, pairs.col_P])
+    positive_BM = -minus_BS.topk(min(num_positives, num_columns), dim=1).values
+    negative_BK = other_BS.topk(min(num_negatives, num_columns), dim=1).values
+    hinge_BMK = F.relu(negative_BK.unsqueeze(1) - positive_BM.unsqueeze(2) + margin)
+    masked = hinge_BMK.new_full((), MASKED)
+    share_BMK = torch.where(hinge_BMK > 0, hinge_BMK, masked).softmax(dim=2)
+    mean_B = (share_BMK * hinge_BMK).sum(dim=(1, 2)) / (num_positives * num_negatives)
+    counts_B = row_weights(pairs.weight_P, pairs.row_P, num_rows) > 0
+    return (mean_B * counts_B).sum() / active_rows(pairs, num_rows)
 
 
 def squared_hinge(
@@ -312,7 +351,7 @@ def squared_hinge(
     Args:
         logit_BS: scores, not divided by a temperature, so that `margin` is in their units.
         margin: 1 for unbounded scores; below 1 for cosines.
-        normalise: "rows" or "entries", as in `bce`.
+        normalise: as in `bce`.
         importance_P: float [P], factor of each pair's positive term; None: 1.
         columns: which of the pool's columns `logit_BS` holds.
     """
@@ -357,6 +396,7 @@ def loss_options(kind: str, settings: Loss) -> dict[str, Any]:
             "margin": settings.margin,
             "negatives": settings.triplet_negatives,
             "top": settings.triplet_top,
+            "positives": settings.triplet_positives,
         },
         "hinge": {"margin": settings.margin, "normalise": settings.bce_normalise},
         "bce": {"normalise": settings.bce_normalise},
@@ -383,7 +423,8 @@ def symmetric_loss(
     the batch are not counted. A direction of weight 0 is not computed.
 
     `bce` and `hinge` are sums over entries and have no direction: they are computed once, whatever
-    `forward`, with the relevances as targets. `softtopk` counts a query's labels and runs query ->
+    `forward`, with the relevances as targets; with "pol" one positive of each query counts
+    (`one_positive`). `softtopk` counts a query's labels and runs query ->
     label only.
 
     With `targets.importance_P` the losses are propensity-weighted (Jain et al. 2016). In `bce` and
@@ -399,10 +440,12 @@ def symmetric_loss(
     loss = LOSSES[kind]
     if kind in BY_COLUMNS:
         options["columns"] = targets.columns
+    num_rows = logit_BS.shape[0]
     if kind in ENTRYWISE:
+        if reduction == "pol":
+            targets = one_positive(targets, num_rows, generator)
         pairs = targets.pairs(targets.relevance_P)
         return loss(logit_BS, pairs, importance_P=targets.importance_P, **options)
-    num_rows = logit_BS.shape[0]
     num_columns = targets.columns.total(logit_BS.shape[1])
     directions: list[Direction] = []
     if forward > 0:

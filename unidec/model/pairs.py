@@ -249,6 +249,21 @@ def target_weights(
     return product_P * (weight_P.sum() / product_P.sum().clamp_min(tiny))
 
 
+def one_positive(
+    targets: PoolTargets, num_rows: int, generator: torch.Generator | None = None
+) -> PoolTargets:
+    """Targets of a one-vs-all loss under the reduction "pol": the positive terms of all positives
+    but the one that `target_weights` picks are 0, and they are no negatives either.
+
+    A pair whose target is 1 has no negative term, so its importance decides alone.
+    """
+    picked_P = _pick_one(targets.row_P, targets.sampled_P, num_rows, generator)
+    importance_P = picked_P.to(targets.relevance_P.dtype)
+    if targets.importance_P is not None:
+        importance_P = importance_P * targets.importance_P
+    return replace(targets, importance_P=importance_P)
+
+
 def _pick_one(
     row_P: Tensor, sampled_P: Tensor, num_rows: int, generator: torch.Generator | None
 ) -> Tensor:
@@ -287,14 +302,14 @@ def mask_(x_BS: Tensor, row_M: Tensor, col_M: Tensor) -> Tensor:
     return x_BS.index_put_((row_M, col_M), masked)
 
 
-def _row_weights(weight_P: Tensor, row_P: Tensor, num_rows: int) -> Tensor:
+def row_weights(weight_P: Tensor, row_P: Tensor, num_rows: int) -> Tensor:
     """Total weight of each row's positives, [B]."""
     return weight_P.new_zeros(num_rows).index_add_(0, row_P, weight_P)
 
 
 def active_rows(pairs: Pairs, num_rows: int) -> Tensor:
     """The number of rows with positive total weight, but at least 1, 0-d."""
-    total_B = _row_weights(pairs.weight_P, pairs.row_P, num_rows)
+    total_B = row_weights(pairs.weight_P, pairs.row_P, num_rows)
     return (total_B > 0).sum().clamp_min(1)
 
 
@@ -313,11 +328,13 @@ def entry_targets(
     Args:
         x_B: logits, or anything else of their number of rows and type.
         normalise: "rows": count the active rows; "entries": count their entries without ignored
-            ones.
+            ones; "sum": 1.
     """
     target_P = pairs.weight_P.to(loss_dtype(x_B)).clamp(0, 1)
-    total_B = _row_weights(target_P, pairs.row_P, len(x_B))
+    total_B = row_weights(target_P, pairs.row_P, len(x_B))
     active_B = total_B.gt(0).to(target_P.dtype)
+    if normalise == "sum":
+        return pairs._replace(weight_P=target_P), active_B, target_P.new_ones(())
     count = active_B.sum()
     if normalise == "entries":
         num_ignored = active_B[pairs.row_F].sum()

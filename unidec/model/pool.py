@@ -128,6 +128,7 @@ class PoolSampler:
         step: int,
         shortlist_NH: np.ndarray | None = None,
         up_to: int = 0,
+        further: int = 0,
     ) -> PoolBatch:
         """Draw the pool of some queries at a step; the same arguments always return the same batch.
 
@@ -138,13 +139,15 @@ class PoolSampler:
                 negatives.
             up_to: add uniformly drawn labels until the pool has about this many, whatever the size
                 limit; L or more: the pool is all labels.
+            further: add up to this many further positives of each query, whatever the size limit
+                (beta_C: UniDEC v1, appendix C, POS-CLF).
         """
         rows_B = np.asarray(rows_B, dtype=np.int64)
         rng = step_rng(self.seed, epoch, step, _POOL)
         row_Q, label_Q, relevance_Q = row_entries(self.relevance, rows_B)
         filter_row_Q, filter_label_Q, _ = row_entries(self.filter_pairs, rows_B)
         count_B = np.bincount(row_Q, minlength=len(rows_B))
-        sampled_Q = self._sample_positives(row_Q, label_Q, count_B, rng)
+        sampled_Q = self._sample_positives(row_Q, label_Q, count_B, self.beta, rng)
         # pairs as numbers
         key_Q = row_Q * self.num_labels + label_Q
         filter_key_Q = filter_row_Q * self.num_labels + filter_label_Q
@@ -159,6 +162,9 @@ class PoolSampler:
             if self.fill:
                 groups.append(label_Q[~sampled_Q])
             pool_S = self._choose_pool(groups, rng)
+            if further:
+                others = self._further(row_Q[~sampled_Q], label_Q[~sampled_Q], further, rng)
+                pool_S = np.union1d(pool_S, others)
             missing = up_to - len(pool_S)
             if missing > 0:
                 others_C = rng.choice(self.num_labels, missing, replace=False, shuffle=False)
@@ -178,10 +184,22 @@ class PoolSampler:
             ignored_col_F=np.searchsorted(pool_S, filter_label_Q[ignored_Q]),
         )
 
-    def _sample_positives(
-        self, row_Q: np.ndarray, label_Q: np.ndarray, count_B: np.ndarray, rng: np.random.Generator
+    def _further(
+        self, row_Q: np.ndarray, label_Q: np.ndarray, most: int, rng: np.random.Generator
     ) -> np.ndarray:
-        """Mask of at most beta entries of each row, drawn without replacement, bool [Q].
+        """Labels of at most `most` entries of each row, drawn without replacement."""
+        count_B = np.bincount(row_Q)
+        return label_Q[self._sample_positives(row_Q, label_Q, count_B, most, rng)]
+
+    def _sample_positives(
+        self,
+        row_Q: np.ndarray,
+        label_Q: np.ndarray,
+        count_B: np.ndarray,
+        most: int,
+        rng: np.random.Generator,
+    ) -> np.ndarray:
+        """Mask of at most `most` entries of each row, drawn without replacement, bool [Q].
 
         With weights, the entries of a row are ordered by exponential random times whose rates are
         the weights: each next entry is one of the remaining ones with a probability proportional to
@@ -198,7 +216,7 @@ class PoolSampler:
         first_B = np.cumsum(count_B) - count_B  # where each row begins in the order
         rank_Q = np.arange(len(row_Q)) - first_B[row_Q]
         sampled_Q = np.zeros(len(row_Q), dtype=bool)
-        sampled_Q[order_Q[rank_Q < self.beta]] = True
+        sampled_Q[order_Q[rank_Q < most]] = True
         return sampled_Q
 
     def _sample_hard(

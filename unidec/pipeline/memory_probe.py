@@ -1,6 +1,5 @@
-"""Measures the memory of a training and of its largest step, without their memory and work: model,
-batch, losses and row optimisers are the real ones, on tensors without values whose bytes are
-counted. Of a transformer two chunks of texts are measured; the others need as much by the token.
+"""Measures the memory of a training and of its largest step, without memory and work: all is real,
+on tensors without values whose bytes are counted, but of a transformer only two chunks of texts.
 
 Legend: B queries of a batch, L labels, W width of the encoder, C texts of a chunk, T tokens.
 """
@@ -270,9 +269,10 @@ def _transformer(name: str, gpu: bool) -> torch.nn.Module:
 
 
 def num_rows(params: Params, sizes: Sizes) -> int:
-    """Training rows: queries, and label texts that are queries."""
+    """Training rows at most: queries, and label texts that are queries."""
     share = params.label_graph.share * params.pool.gandalf + params.pool.simcse
-    return sizes.num_train + math.ceil(share * sizes.num_labels)
+    queries = sizes.num_train * (params.pool.gandalf_rows != "labels")
+    return queries + math.ceil(share * sizes.num_labels)
 
 
 def measure(params: Params, sizes: Sizes, *, gpu: bool, half: bool) -> Measured:

@@ -195,20 +195,26 @@ class Batches:
         settings = self.settings
         num_labels = self.sampler.num_labels
 
-        def draw(labels: Labels) -> PoolBatch:
+        def draw(labels: Labels, further: int = 0) -> PoolBatch:
             up_to = {"some": self._num_some, "all": num_labels}.get(labels, 0)
             return self.sampler.batch(
-                rows_B, epoch=epoch, step=step, shortlist_NH=negatives, up_to=up_to
+                rows_B,
+                epoch=epoch,
+                step=step,
+                shortlist_NH=negatives,
+                up_to=up_to,
+                further=further,
             )
 
         labels: Labels = "all" if self.de_labels == "all" else "pool"
         pool = draw(labels)
-        same = self.clf_labels in ("none", labels)
+        further = settings.pool.clf_beta
+        same = self.clf_labels == "none" or (self.clf_labels == labels and not further)
         rows_hold_text = self.methods.rows.holds_text
         encodes = encoded_labels(settings.model, settings.pool, rows_hold_text) != "none"
         return Drawn(
             pool=pool,
-            clf_pool=pool if same else draw(self.clf_labels),
+            clf_pool=pool if same else draw(self.clf_labels, further),
             encoded=pool.pool_S if encodes else NO_ROWS,
             seed=settings.seed,
             epoch=epoch,

@@ -24,7 +24,7 @@ from unidec.model.additions import Methods
 from unidec.model.batch import Prepared
 from unidec.model.full_bce import full_bce
 from unidec.model.losses import UNSCALED, loss_options, symmetric_loss
-from unidec.model.pairs import PoolTargets
+from unidec.model.pairs import PoolTargets, one_positive
 from unidec.model.unidec import UniDEC
 from unidec.training.distributed import Ranks
 
@@ -123,8 +123,13 @@ class Objective:
         scale = self._scales()[1]
         query_BD, scale = self._queries(own_BD, scale, batch, targets)
         row_SD, bias_S1 = self._rows(x_BW[num_queries:], batch)
+        if model.settings.clf_cosine:
+            query_BD = F.normalize(query_BD, dim=-1)
+            row_SD = F.normalize(row_SD.float(), dim=-1)
         # over all labels: without all logits in memory
         if settings.clf == "bce" and batch.clf.ids is None:
+            if settings.reduction == "pol":
+                targets = one_positive(targets, len(query_BD), self._generator(step))
             with self.autocast():
                 normalise = settings.bce_normalise
                 return full_bce(query_BD, row_SD, bias_S1, scale, targets, normalise=normalise)
@@ -171,6 +176,10 @@ class Objective:
         with self.autocast():
             return (query_BD @ row_SD.T).to(query_BD.dtype)
 
+    def _generator(self, step: int) -> torch.Generator:
+        """Draws which of a query's sampled positives carries the losses of a step."""
+        return torch.Generator().manual_seed(hash((self.seed, step)) % 2**63)
+
     def loss(
         self,
         kind: str,
@@ -196,9 +205,8 @@ class Objective:
             return torch.stack(losses).sum()
         settings = self.settings
         options = loss_options(kind, settings)
-        if settings.reduction == "pol":  # draws one of the sampled positives
-            seed = hash((self.seed, step)) % 2**63
-            options["generator"] = torch.Generator().manual_seed(seed)
+        if settings.reduction == "pol":
+            options["generator"] = self._generator(step)
         logit_BS = similarity_BS if kind in UNSCALED else similarity_BS * scale
         return symmetric_loss(
             kind, logit_BS, targets, reduction=settings.reduction, forward=forward, **options

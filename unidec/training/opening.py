@@ -98,7 +98,7 @@ def open_training(
     ranks = place.ranks
     model = _new_model(settings, data, place)
     texts = TrainingTexts(data.tokens)
-    pairs = changed_pairs(query_pairs(data.dataset), settings.pool, data.label_graph)
+    pairs = changed_pairs(query_pairs(data.dataset), settings.pool, data.label_graph, settings.seed)
     if start is not None:  # changes weights on which the caches of frozen results depend
         take_model(model, start)
     else:

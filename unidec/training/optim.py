@@ -276,7 +276,8 @@ class Optimisers:
         self.dense: list[nn.Parameter] = []
         for group in of_adamw:
             self.dense += group["params"]
-        self.adamw = torch.optim.AdamW(of_adamw, betas=(BETA1, BETA2), eps=EPS, fused=True)
+        eps = settings.adam_eps
+        self.adamw = torch.optim.AdamW(of_adamw, betas=(BETA1, BETA2), eps=eps, fused=True)
         self.row: dict[str, RowOptimiser] = {}
         for name, table in model.tables().items():
             if name.startswith("encoder."):
@@ -290,8 +291,8 @@ class Optimisers:
                 self.row[name] = optimiser(table, settings.lr_clf, f"{seed} {name}", decay)
 
     def factor(self, step: int) -> float:
-        """Factor of the learning rates at a step (from 0): linear warm-up, then a cosine to 0; with
-        patience constant after the warm-up, and linear to 0 in the last round.
+        """Factor of the learning rates at a step (from 0): linear warm-up, then a cosine or a line
+        to 0; with patience constant after the warm-up, and linear to 0 in the last round.
         """
         warm = (step + 1) / self.warmup
         if self.settings.patience:
@@ -300,6 +301,8 @@ class Optimisers:
             return min(1.0, warm) * min(1.0, left)
         if step < self.warmup:
             return warm
+        if self.settings.decay == "linear":
+            return (self.total - step) / (self.total - self.warmup)
         done = math.pi * (step - self.warmup) / (self.total - self.warmup)
         return 0.5 * (1 + math.cos(done))
 

@@ -99,13 +99,16 @@ class Refresh:
 def cluster_size(pool: Pool, epoch: int, num_rows: int) -> int:
     """Largest number of queries in a cluster of the round that starts after `epoch` epochs.
 
-    It is the size of a batch. In NGAME's curriculum it starts at `pool.cluster_start` and doubles
+    It is the size of a batch, and 1 (random batches) before `pool.start_epoch`. In NGAME's
+    curriculum it starts at `pool.cluster_start` and doubles
     at the epochs of `pool.cluster_doublings` (if empty at each refresh), up to the size of a batch.
 
     Args:
         num_rows: number of training queries.
     """
     batch = queries_a_batch(pool, num_rows)
+    if epoch < pool.start_epoch:
+        return 1
     if pool.cluster_start == 0:
         return batch
     doublings = epoch // pool.refresh
@@ -142,11 +145,10 @@ class Refresher:
         # of the next round, until its hard negatives are mined
         self._clustered: Clustered | None = None
 
-    @property
-    def mines(self) -> bool:
-        """Whether steps sample hard negatives."""
-        settings = self.settings
-        return settings.pool.eta > 0 and draws_pools(settings.model, settings.pool)
+    def mines(self, epoch: int) -> bool:
+        """Whether steps sample hard negatives in the round that begins after `epoch` epochs."""
+        pool = self.settings.pool
+        return pool.eta > 0 and epoch >= pool.start_epoch and draws_pools(self.settings.model, pool)
 
     def folder(self, epoch: int) -> Path:
         """Folder of the refresh of the round that begins after `epoch` epochs."""
@@ -170,7 +172,7 @@ class Refresher:
         size = cluster_size(pool, epoch, len(rows))
         is_clustered = pool.batches == "clustered"
         clusters_vectors = is_clustered and size > 1
-        mines_vectors = self.mines and not pool.shortlist
+        mines_vectors = self.mines(epoch) and not pool.shortlist
         figures: Figures = {}
         query_nD = None
         if clusters_vectors or mines_vectors:
@@ -204,7 +206,7 @@ class Refresher:
         begin = time.perf_counter()
         refresh = clustered.refresh
         figures = dict(clustered.figures)
-        if self.mines:
+        if self.mines(epoch):
             if self.batches.methods.shortlister is not None:
                 negatives, mined = self._shortlist()
             else:
