@@ -66,7 +66,7 @@ def test_sizes_and_a_smaller_setting(
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 def test_a_real_one(
     tiny_dataset: Any, tiny_tokens: Any, tiny_params: Callable[..., Any], tmp_path: Path
 ) -> None:

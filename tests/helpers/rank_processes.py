@@ -24,9 +24,14 @@ TESTS = ROOT / "tests"
 
 
 def run(
-    world: int, function: str, folder: Path, timeout: float = 280, **options: Any
+    world: int,
+    function: str,
+    folder: Path,
+    timeout: float = 280,
+    one_card: bool = False,
+    **options: Any,
 ) -> list[dict[str, np.ndarray]]:
-    """What each rank's function returned, rank by rank."""
+    """What each rank's function returned, rank by rank; `one_card`: all use the first GPU."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     processes = []
@@ -34,7 +39,7 @@ def run(
         env = os.environ | {
             "RANK": str(rank),
             "WORLD_SIZE": str(world),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": "0" if one_card else str(rank),
             "LOCAL_WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
