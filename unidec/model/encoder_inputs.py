@@ -123,8 +123,8 @@ class InputBuilder:
             is_in_B = pack_B == pack
             is_in_F = np.repeat(is_in_B, lengths_B)
             bounds = np.cumsum([0, *lengths_B[is_in_B]], dtype=np.int32)
-            arrays = (token_F[is_in_F], place_F[is_in_F], bounds)
-            chunks.append(Packed(*map(self._to, arrays), most))
+            ids_F = self._to(token_F[is_in_F])
+            chunks.append(Packed(ids_F, self._to(place_F[is_in_F]), self._to(bounds), most))
         return {"chunks": tuple(chunks)}
 
     def _to(self, array: np.ndarray) -> Tensor:

@@ -11,7 +11,7 @@ width of the transformer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -115,15 +115,16 @@ def attend(
 
         parts = (query_1HFD, key_1HFD, value_1HFD)
         return sdpa_attention_forward(module, *parts, attention_mask, **options)
-    packed = (x.squeeze(0).transpose(0, 1) for x in (query_1HFD, key_1HFD, value_1HFD))
-    return varlen(*packed, cu_seq_lens_q, max_length_q)[None], None
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query_1HFD, key_1HFD, value_1HFD))
+    return varlen(query, key, value, cu_seq_lens_q, max_length_q)[None], None
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, most: int) -> Tensor:
     """Attention within each text of a packed sequence [F, H, D]; a GPU's kernel."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn(query, key, value, bounds, bounds, most, most)
+    out_FHD = varlen_attn(query, key, value, bounds, bounds, most, most)
+    return cast(Tensor, out_FHD)
 
 
 class _Rounded(torch.autograd.Function):
@@ -142,28 +143,21 @@ class _Rounded(torch.autograd.Function):
         return None, *exact
 
 
-def rounded_weights(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A module's weights in another type by name, for `torch.func.functional_call`; gradients reach
-    the module's own.
+def in_half(module: nn.Module, dtype: torch.dtype, device_type: str) -> Callable[[Packed], Tensor]:
+    """A module with its weights rounded to autocast's type, once for all passes; gradients reach
+    its own.
+
+    Everything in it computes in this type, where autocast would keep norms and sums in float32 and
+    cast each input of a layer.
     """
     weights = dict(module.named_parameters())
     rounded = dict(zip(weights, _Rounded.apply(dtype, *weights.values()), strict=True))
     for name, weight in weights.items():
         if not weight.requires_grad:
             rounded[name] = rounded[name].detach()
-    return rounded
-
-
-def in_half(module: nn.Module, dtype: torch.dtype, device_type: str) -> Callable[[Packed], Tensor]:
-    """A module with its weights rounded to autocast's type, once for all passes.
-
-    Everything in it computes in this type, where autocast would keep norms and sums in float32 and
-    cast each input of a layer.
-    """
-    weights = rounded_weights(module, dtype)
 
     def run(texts: Packed) -> Tensor:
         with torch.autocast(device_type, enabled=False):
-            return functional_call(module, weights, (texts,))
+            return functional_call(module, rounded, (texts,))
 
     return run
