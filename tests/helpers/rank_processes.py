@@ -25,9 +25,17 @@ TIMEOUT_S = 280.0
 
 
 def run(
-    python: list[str], world: int, function: str, folder: Path, **options: Any
+    python: list[str],
+    world: int,
+    function: str,
+    folder: Path,
+    timeout: float = TIMEOUT_S,
+    one_card: bool = False,
+    **options: Any,
 ) -> list[dict[str, np.ndarray]]:
-    """What each rank's function returned, rank by rank. `python`: the words that start one."""
+    """What each rank returned, rank by rank; `one_card`: all use the first GPU. `python`:
+    the words that start one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     processes = []
@@ -35,7 +43,7 @@ def run(
         env = os.environ | {
             "RANK": str(rank),
             "WORLD_SIZE": str(world),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": "0" if one_card else str(rank),
             "LOCAL_WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
@@ -54,7 +62,7 @@ def run(
             subprocess.Popen(command, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         )
     try:
-        errors = [process.communicate(timeout=TIMEOUT_S)[1] for process in processes]
+        errors = [process.communicate(timeout=timeout)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -513,7 +513,7 @@ def run_cli(monkeypatch, capsys):
 def papers(tmp_path, monkeypatch):
     """A folder with the papers' setting, and no data."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "params.yaml").write_text("recipe: unidec-gpu\nmodel: {dim: 256}\n")
+    (tmp_path / "params.yaml").write_text("recipe: unidec-gpu-paper\nmodel: {dim: 256}\n")
 
 
 def test_the_training_here_fits(ingested):
@@ -650,7 +650,7 @@ def test_the_papers_setting():
 @pytest.mark.parametrize(
     ("recipe", "tokens"),
     [
-        ("unidec-gpu", 32),
+        ("unidec-gpu-paper", 32),
         ("unidec-gpu-long", 128),
     ],
 )

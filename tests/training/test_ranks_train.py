@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -157,6 +158,19 @@ def test_gradients_of_a_step_on_four_ranks(place, warm_python):
     for values in rank_processes.run(warm_python, 4, "step_gradients", place, cases=STEPS_OF_ONE):
         worst = worst_differences(values, alone)
         assert {key: value for key, value in worst.items() if not value <= 1e-5} == {}
+
+
+@pytest.mark.cuda
+def test_two_processes_on_one_card_are_one(place):
+    """gloo over CUDA tensors."""
+    on_card = {"device": "cuda", "optim.precision": "fp32"}
+    cases = {name: case | on_card for name, case in STEPS_OF_ONE.items()}
+    (alone,) = rank_processes.run([sys.executable], 1, "step_gradients", place, cases=cases)
+    for values in rank_processes.run(
+        [sys.executable], 2, "step_gradients", place, one_card=True, cases=cases
+    ):
+        worst = worst_differences(values, alone)
+        assert {key: value for key, value in worst.items() if not value <= 1e-4} == {}
 
 
 @pytest.mark.parametrize(
