@@ -45,10 +45,12 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def call(place: str, words: list[str]) -> int:
     """Run a program; returns its status, -N if signal N ended it."""
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(place)
     given = {"words": words, "folder": os.getcwd(), "environment": dict(os.environ)}
     message = json.dumps(given).encode()
+    folder, name = os.path.split(place)
+    os.chdir(folder)  # a socket's address has at most a hundred characters
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(name)
     for number in FORWARDED:
         signal.signal(number, lambda number, _: connection.send(bytes([number])))
     header = len(message).to_bytes(HEADER, "big")
@@ -77,11 +79,13 @@ def serve(place: str, run: int) -> None:
         importlib.import_module(name)
     assert threading.active_count() == 1, threading.enumerate()
     gc.freeze()
+    folder, name = os.path.split(place)
+    os.chdir(folder)
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"{place}.new")
+    listener.bind(f"{name}.new")
     listener.listen(64)
     listener.settimeout(1.0)
-    os.rename(f"{place}.new", place)
+    os.rename(f"{name}.new", name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while os.path.exists(f"/proc/{run}"):
         try:
