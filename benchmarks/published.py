@@ -270,6 +270,7 @@ def parser() -> argparse.ArgumentParser:
                 "--folder", type=Path, help="where to work, kept; default: a temporary one"
             )
             one.add_argument("--output", type=Path, help="also write the table here")
+            one.add_argument("--minutes", type=float, help="the stage in progress ends then")
     return top
 
 

@@ -13,6 +13,7 @@ import contextlib
 import gzip
 import json
 import math
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from measure import Memory
 from synthetic import Synthetic, Words, texts, write_encoder
 
 from unidec.config import Params
-from unidec.errors import ConfigError, UnidecError
+from unidec.errors import ConfigError, TrainingError, UnidecError
 from unidec.model.sources import resolve_encoder
 
 # what is not published of the one is taken from the other
@@ -72,10 +73,18 @@ class Enough(Exception):
     """So many steps are trained."""
 
 
+def over(*_: Any) -> None:
+    """The time is over; what has run is shown."""
+    raise TrainingError("the minutes are over")
+
+
 def run(given: argparse.Namespace) -> int:
     """`published.py stand-in`: one data set or all; prints a table, and gives the exit code: 1 if a
     stage failed.
     """
+    if given.minutes:
+        signal.signal(signal.SIGALRM, over)
+        signal.alarm(math.ceil(60 * given.minutes))
     chosen = published.names() if given.data_set == "all" else [given.data_set]
     rows = []
     options = {

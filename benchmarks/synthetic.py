@@ -456,7 +456,8 @@ class HashedTokens(TokenCache):
     def lengths(self, rows: Any = None) -> np.ndarray:
         return np.diff(self.ragged(np.arange(len(self)) if rows is None else rows)[1])
 
-    def ragged(self, rows: Any) -> Ragged:
+    def ragged(self, rows: Any, most: int = 0) -> Ragged:
+        assert not most
         ids, offsets = self._encoder.encode(self._words(np.asarray(rows, dtype=np.int64)))
         return ids.astype(np.int64), offsets
 

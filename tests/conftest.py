@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 from filelock import FileLock
-from helpers import shared_prefect, tiny_training
+from helpers import shared_prefect, tiny_training, warm_python_process
 from helpers.operated_project import OperatedProject
 from helpers.tiny_data import make_raw, tiny_transformer
 
@@ -73,6 +73,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
 
     items.sort(key=place)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests that need a GPU where there is none."""
+    if item.get_closest_marker("cuda") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU")
 
 
 @pytest.fixture
@@ -353,6 +362,12 @@ def prefect_home(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     home.mkdir()
     shutil.copy(shared_prefect.empty_database(tmp_path_factory.getbasetemp()), home)
     return home
+
+
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Words in place of `sys.executable`, for programs that import torch: it takes them seconds."""
+    return warm_python_process.words(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="session")

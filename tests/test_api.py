@@ -255,7 +255,9 @@ def left(): return sorted(os.listdir(tempfile.gettempdir()))
 """
 
 
-def in_python(code: str, data: SimpleNamespace, folder: Path, **variables: str) -> str:
+def in_python(
+    python: list[str], code: str, data: SimpleNamespace, folder: Path, **variables: str
+) -> str:
     """Output of code after START, with an empty folder for temporary files."""
     given = {
         "queries": data.queries,
@@ -265,7 +267,7 @@ def in_python(code: str, data: SimpleNamespace, folder: Path, **variables: str) 
     }
     (folder / "tmp").mkdir()
     done = subprocess.run(
-        [sys.executable, "-c", START + code],
+        [*python, "-c", START + code],
         input=json.dumps(given),
         capture_output=True,
         text=True,
@@ -277,7 +279,9 @@ def in_python(code: str, data: SimpleNamespace, folder: Path, **variables: str) 
     return done.stdout
 
 
-def test_a_model_removes_its_own_folder_when_closed_or_collected_or_at_exit(data, tmp_path):
+def test_a_model_removes_its_own_folder_when_closed_or_collected_or_at_exit(
+    data, tmp_path, warm_python
+):
     code = """
 with fit() as model:
     [name] = left()
@@ -307,12 +311,12 @@ os.wait()
 assert left()
 print("at exit")
 """
-    assert in_python(code, data, tmp_path) == "at exit\n"
+    assert in_python(warm_python, code, data, tmp_path) == "at exit\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["changed", "kept", "tmp"]
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_a_fit_that_fails_leaves_nothing(data, tmp_path):
+def test_a_fit_that_fails_leaves_nothing(data, tmp_path, warm_python):
     code = """
 given["params"]["optim.epochs"] = 2
 given["params"]["optim.lr_clf"] = 1e30
@@ -323,7 +327,7 @@ except unidec.errors.UnidecError as error:
 gc.collect()
 assert left() == [], left()
 """
-    assert in_python(code, data, tmp_path) == "TrainingError\n"
+    assert in_python(warm_python, code, data, tmp_path) == "TrainingError\n"
 
 
 def test_fits_in_threads_are_those_of_one_thread_and_change_nothing_of_the_process(data, tmp_path):
@@ -467,7 +471,7 @@ def test_propensities_are_counted_over_the_training_queries_by_hand(data):
     assert model.evaluate(data.queries, data.pairs)["PSP@5"] == pytest.approx(100 * reached / best)
 
 
-def test_a_forked_child_fits_and_predicts_as_its_parent(data, tmp_path):
+def test_a_forked_child_fits_and_predicts_as_its_parent(data, tmp_path, warm_python):
     code = """
 model = fit()
 answer = [[list(label) for label in labels] for labels in model.predict(given["queries"], 3)]
@@ -481,7 +485,7 @@ if child == 0:
 _, status = os.waitpid(child, 0)
 print(os.waitstatus_to_exitcode(status))
 """
-    assert in_python(code, data, tmp_path) == "0\n"
+    assert in_python(warm_python, code, data, tmp_path) == "0\n"
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,9 @@ def problems(tmp_path: Path, text: str, **overrides: object) -> list[str]:
 
 
 def test_every_shipped_recipe_loads_with_the_shipped_file() -> None:
-    assert {"unidec", "depsl", "unidec-gpu", "unidec-gpu-long"} <= set(config.recipe_names())
+    assert {"unidec", "depsl", "unidec-gpu", "unidec-gpu-long", "unidec-gpu-paper"} <= set(
+        config.recipe_names()
+    )
     for name in config.recipe_names():
         params = config.load_params(ROOT / "params.yaml", {"recipe": name})
         assert params.recipe == name
@@ -47,24 +49,24 @@ def test_every_shipped_recipe_loads_with_the_shipped_file() -> None:
 
 
 def test_an_override_beats_the_file_and_the_file_beats_the_recipe(tmp_path: Path) -> None:
-    recipe = load(tmp_path, "recipe: unidec-gpu")
-    params = load(tmp_path, "recipe: unidec-gpu\npool: {beta: 7, eta: 1}\n", pool__eta=9)
+    recipe = load(tmp_path, "recipe: unidec-gpu-paper")
+    params = load(tmp_path, "recipe: unidec-gpu-paper\npool: {beta: 7, eta: 1}\n", pool__eta=9)
     assert (params.pool.beta, params.pool.eta) == (7, 9)
     assert params.pool.batch_size == recipe.pool.batch_size != config.Pool().batch_size
     assert params.encoder == recipe.encoder
 
 
 def test_a_key_without_a_value_has_the_recipes(tmp_path: Path) -> None:
-    recipe = load(tmp_path, "recipe: unidec-gpu")
+    recipe = load(tmp_path, "recipe: unidec-gpu-paper")
     assert (
         load(
             tmp_path,
-            "recipe: unidec-gpu\noptim: {epochs, lr_clf: }\nencoder: {name: null}\nloss:\n",
+            "recipe: unidec-gpu-paper\noptim: {epochs, lr_clf: }\nencoder: {name: null}\nloss:\n",
         )
         == recipe
     )
     assert load(
-        tmp_path, "recipe: unidec-gpu\noptim: {epochs: 7, lr_clf}"
+        tmp_path, "recipe: unidec-gpu-paper\noptim: {epochs: 7, lr_clf}"
     ).optim == recipe.optim.model_copy(update={"epochs": 7})
     (wrong,) = problems(tmp_path, "optim: {epochs, lr_clff}")
     assert "optim.lr_clff" in wrong and "lr_clf" in wrong

@@ -94,7 +94,16 @@ SPEC = {
     | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 1.0, "pool.size": 3000},
     "unidec-v1": UNIDEC
     | {"loss.de": "supcon", "loss.clf": "supcon", "loss.clf_bce": 0.0, "pool.size": 1500},
-    "unidec-gpu": UNIDEC
+    "unidec-gpu": {
+        "model.heads": "both",
+        "loss.reduction": "psl",
+        "loss.de": "ds",
+        "loss.clf": "ds",
+        "encoder.kind": "both",
+        "encoder.trainable_layers": -1,
+        "index.fusion": True,
+    },
+    "unidec-gpu-paper": UNIDEC
     | PAPER
     | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 1.0, "tokens.max_length": 32},
     "unidec-gpu-long": UNIDEC
@@ -267,6 +276,7 @@ OTHER_ENCODER = {
     "unidec-long",
     "ngame-classifier",
     "unidec-gpu",
+    "unidec-gpu-paper",
     "unidec-gpu-long",
     "depsl-gpu-query2bid",
     "inceptionxml",
@@ -328,8 +338,8 @@ def test_settings_are_those_of_the_specs_tables(name):
 @pytest.mark.parametrize(
     ("name", "num_rows", "published"),
     [
-        ("unidec-gpu", 294_805, 1152),
-        ("unidec-gpu", 2_248_619, 1098),
+        ("unidec-gpu-paper", 294_805, 1152),
+        ("unidec-gpu-paper", 2_248_619, 1098),
         ("unidec-gpu-long", 294_805, 576),
         ("unidec-gpu-long", 693_082, 677),
     ],
@@ -347,7 +357,7 @@ def test_batches_have_the_published_size(name, num_rows, published):
     )
 
 
-@pytest.mark.parametrize("name", ["unidec-gpu", "unidec-gpu-long"])
+@pytest.mark.parametrize("name", ["unidec-gpu-paper", "unidec-gpu-long"])
 def test_the_classifier_of_an_unfrozen_transformer_starts_unsaturated(
     name, every_step_is_logged, tiny_bert, tmp_path
 ):

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -290,7 +289,8 @@ def test_degenerate_inputs(rng, tmp_path):
 
 
 KILLED = """
-import sys, time
+import os, sys, time
+print(os.getpid(), flush=True)
 sys.path.insert(0, sys.argv[1])
 from helpers import tiny_bundle
 import unidec.bundle.bundle as bundle
@@ -302,7 +302,7 @@ tiny_bundle.predict_file(loaded, *sys.argv[3:5], k=3, batch_size=4, shards=16)
 """
 
 
-def test_killed_and_started_again(rng, tmp_path, texts):
+def test_killed_and_started_again(rng, tmp_path, texts, warm_python):
     write_tiny_bundle(tmp_path / "b", rng)
     source = write_queries(tmp_path / "in.csv", texts)
     output = tmp_path / "out.parquet"
@@ -310,14 +310,16 @@ def test_killed_and_started_again(rng, tmp_path, texts):
         Bundle.load(tmp_path / "b"), source, tmp_path / "whole.parquet", k=3, batch_size=BATCH
     )
     folder = str(Path(__file__).parents[1])  # of tiny_bundle
-    words = [sys.executable, "-c", KILLED, folder, str(tmp_path / "b"), str(source), str(output)]
-    process = subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    words = [*warm_python, "-c", KILLED, folder, str(tmp_path / "b"), str(source), str(output)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
     end = time.monotonic() + 60
     while len(list(shards_folder(output).glob("0*"))) < 3:
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    os.kill(pid, signal.SIGKILL)
+    process.communicate()
     assert not output.exists()
     work = plan(tmp_path / "b", source, output, 3, batch_size=BATCH, shards=16)
     kept = {

@@ -18,6 +18,7 @@ from helpers.raw_files import write_raw
 from helpers.tiny_data import make_raw
 
 from unidec import cli
+from unidec.comparison import cell
 from unidec.comparison.workspace import load_comparison
 from unidec.tracking.store import prepare_store
 
@@ -62,16 +63,23 @@ def done() -> list[str]:
     return [name for name in comparison.jobs if comparison.steps[name].is_done()]
 
 
-def unidec(*words: str) -> subprocess.CompletedProcess[str]:
+def unidec(python: list[str], *words: str) -> subprocess.CompletedProcess[str]:
     """`unidec compare c.yaml`, as a person calls it."""
-    command = [sys.executable, "-m", "unidec.cli", "compare", "c.yaml", *words]
+    command = [*python, "-m", "unidec.cli", "compare", "c.yaml", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
 
 
 @pytest.fixture
-def run_flow(prefect_api: str, capfd: pytest.CaptureFixture[str]) -> Iterator[RunFlow]:
+def run_flow(
+    prefect_api: str,
+    warm_python: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> Iterator[RunFlow]:
     """The same in this process, where Prefect is imported already: (exit code, stdout, stderr)."""
     from flows.command import main
+
+    monkeypatch.setattr(cell, "COMMAND", (*warm_python, *cell.COMMAND[1:]))
 
     def run(*words: str) -> tuple[int, str, str]:
         code = main("compare", ["c.yaml", *words])
@@ -101,9 +109,12 @@ def test_a_wrong_file_is_reported_once(
 
 
 def test_from_nothing_to_a_report(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    project: Path,
+    warm_python: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    made = unidec("--only", "kNN", "--metrics", "figures/knn.json")
+    made = unidec(warm_python, "--only", "kNN", "--metrics", "figures/knn.json")
     assert made.returncode == 0, made.stderr
     workspace = project / "runs" / "compare" / "tiny"
     assert f"report: {workspace.relative_to(project)}/report.html" in made.stdout
@@ -141,7 +152,7 @@ def test_from_nothing_to_a_report(
     # what fails is named, and the exit code reports it; the rest is there all the same
     place = next(workspace.glob("cells/d/knn/0-*"))
     (workspace / "cells/d/mix").write_text("a file where a folder should be")
-    broken = unidec("--only", "mix", "--only", "kNN")
+    broken = unidec(warm_python, "--only", "mix", "--only", "kNN")
     assert broken.returncode == 1
     assert "the process of this run cannot be started" in broken.stderr
     assert "report: " in broken.stderr
@@ -221,7 +232,7 @@ def test_tuned_then_compared(
 
 
 @pytest.mark.slow  # test_cell.py has its quick form
-def test_terminated_and_started_again(project: Path) -> None:
+def test_terminated_and_started_again(project: Path, warm_python: list[str]) -> None:
     """SIGTERM to the comparison ends the training with a checkpoint; the same command resumes from
     it.
     """
@@ -241,7 +252,7 @@ def test_terminated_and_started_again(project: Path) -> None:
     before = (run.parent / "rounds.jsonl").read_text().splitlines()
     assert 0 < len(before) < 20
     assert not (folder / "result.json").exists()
-    again = unidec("--only", "depsl")
+    again = unidec(warm_python, "--only", "depsl")
     assert again.returncode == 0, again.stderr
     after = (run.parent / "rounds.jsonl").read_text().splitlines()
     assert len(after) == 20

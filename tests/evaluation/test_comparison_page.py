@@ -197,7 +197,7 @@ def test_the_headline_table(undrawn):
     assert len(bold) == len(METRICS)
 
 
-def test_ablations_are_differences_to_the_base():
+def test_ablations_are_differences_to_the_base(undrawn):
     page = Page(_section(render_comparison(_full(tasks=1)), "ablations"))
     assert page.row("some text a", "3")[2] == "40.10 ± 0.10"
     assert page.row("some text b", "3")[2:4] == ["+1.00 ± 0.00 ▲", "+1.00 ± 0.00"]
@@ -218,7 +218,7 @@ def test_differences_seed_by_seed():
     assert math.isnan(difference_to(Cell("t", "none"), base, "m").mean)
 
 
-def test_costs_and_curves():
+def test_costs_and_curves(undrawn):
     full = _full(tasks=1)
     row = Page(_section(render_comparison(full), "costs")).row("some text a")
     assert row[1:] == ["140", "200", "0.25", "500", "123,456"]

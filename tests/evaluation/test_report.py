@@ -245,6 +245,9 @@ def test_what_could_be_reached_at_best_is_beside_each_figure():
     assert "97.50" in page.row("at best, tail")
     compared = page.row("R@10, tail (< 10 queries)")  # the model, at best, the difference
     assert compared[1:3] == ["30.00", "97.50"]
+
+
+def test_nothing_is_at_best_where_it_is_not_known(undrawn):
     assert "at best" not in Page(render(dataclasses.replace(_full(), at_best={}))).words.lower()
 
 
@@ -265,7 +268,7 @@ def test_the_same_input_gives_the_same_bytes(tmp_path):
     assert (tmp_path / "a").read_bytes() == _plain().encode()
 
 
-def test_the_verdict_tells_where_it_wins_and_where_it_loses():
+def test_the_verdict_tells_where_it_wins_and_where_it_loses(undrawn):
     own = {"P@1": 50.0, "P@5": 20.0, "PSP@5": 30.0, "tail/R@10": 8.0}
     other = {"P@1": 49.0, "P@5": 20.04, "PSP@5": 32.5, "tail/R@10": 7.0, "R@100": 1.0}
     words = wins_and_losses(own, other)
@@ -309,7 +312,7 @@ def test_contributions_of_groups_stand_beside_the_metric_within_each(undrawn):
     assert page.row("both heads, torso")[1:] == expected
 
 
-def test_the_best_of_a_column_is_bold():
+def test_the_best_of_a_column_is_bold(undrawn):
     report = ReportInput(
         metrics={"both": {"P@1": 45.0, "P@5": 22.0}}, baselines={"XR": {"P@1": 46.0}}
     )
@@ -348,7 +351,7 @@ def test_examples_say_how_a_score_comes_about(index, shown):
     )
 
 
-def test_a_frequency_group_without_test_queries_is_left_out():
+def test_a_frequency_group_without_test_queries_is_left_out(undrawn):
     metrics = METRICS | {"head/num_queries": 0.0, "tail/num_queries": 5.0}
     words = Page(render(ReportInput(metrics={"both": metrics}))).words
     assert "both heads, tail" in words and "both heads, head" not in words

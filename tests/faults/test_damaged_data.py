@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -264,14 +263,16 @@ def test_folders_that_do_not_belong_together_are_refused(mine: SimpleNamespace) 
             Path("aside").rename(path)
 
 
-def test_the_command_ends_with_exit_code_4_and_the_files_name(mine: SimpleNamespace) -> None:
+def test_the_command_ends_with_exit_code_4_and_the_files_name(
+    mine: SimpleNamespace, warm_python: list[str]
+) -> None:
     path = Path("data/tokens/queries/ids.npy")
     before = path.read_bytes()
     (mine.folder / "params.json").write_text(mine.params.model_dump_json())
     _flip(path, mine.other)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "unidec.cli", "train", "--params", "params.json"],
+            [*warm_python, "-m", "unidec.cli", "train", "--params", "params.json"],
             capture_output=True,
             text=True,
             check=False,

@@ -5,9 +5,10 @@ step.
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -23,18 +24,18 @@ SCENARIOS = {
 }
 
 
-def run(folder: Path, every: int, *scenarios: str) -> list[dict]:
-    command = [sys.executable, str(CHILD), str(folder), str(every), *scenarios]
+def run(python: list[str], folder: Path, every: int, *scenarios: str) -> list[dict]:
+    command = [*python, str(CHILD), str(folder), str(every), *scenarios]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_killed_at_some_points(memory_folder: Path) -> None:
+def test_killed_at_some_points(memory_folder: Path, warm_python: list[str]) -> None:
     every = random.randrange(19, 26)
     print(f"every {every}. point")
     for found, (name, used) in zip(
-        run(memory_folder, every, *SCENARIOS), SCENARIOS.items(), strict=True
+        run(warm_python, memory_folder, every, *SCENARIOS), SCENARIOS.items(), strict=True
     ):
         assert found["used"].keys() <= used, name
         assert found["points"] > 150, name
@@ -42,17 +43,18 @@ def test_killed_at_some_points(memory_folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_killed_at_every_point(memory_folder: Path, scenario: str) -> None:
-    (found,) = run(memory_folder, 1, scenario)
+def test_killed_at_every_point(memory_folder: Path, warm_python: list[str], scenario: str) -> None:
+    (found,) = run(warm_python, memory_folder, 1, scenario)
     assert found["points"] > 150
     assert found["used"].keys() == SCENARIOS[scenario]
 
 
 BIG = """
-import sys, torch
+import os, sys, torch
 from pathlib import Path
 from unidec.training.checkpoint import Checkpoint, CheckpointWriter, RowPart
 writer = CheckpointWriter(Path(sys.argv[1]))
+print(os.getpid(), flush=True)
 for step in range(1, 10_000):
     print(step, flush=True)
     table = {name: torch.full((20_000, 64), float(step)) for name in ("weight", "first", "second")}
@@ -62,7 +64,7 @@ for step in range(1, 10_000):
 """
 
 
-def test_killed_from_outside_at_random_moments(memory_folder: Path) -> None:
+def test_killed_from_outside_at_random_moments(memory_folder: Path, warm_python: list[str]) -> None:
     """One process after the other saves 15 MB as fast as it can, and is killed at a moment of
     nobody's choosing.
     """
@@ -71,14 +73,15 @@ def test_killed_from_outside_at_random_moments(memory_folder: Path) -> None:
     newest = 0
     for _ in range(2):
         with subprocess.Popen(
-            [sys.executable, "-c", BIG, str(memory_folder)], stdout=subprocess.PIPE, text=True
+            [*warm_python, "-c", BIG, str(memory_folder)], stdout=subprocess.PIPE, text=True
         ) as child:
             assert child.stdout is not None
+            pid = int(child.stdout.readline())
             for line in child.stdout:
                 if int(line) == 4:  # the third is being written, or the fourth
                     break
             time.sleep(random.random() / 20)
-            child.kill()
+            os.kill(pid, signal.SIGKILL)
         loaded, refused = load_checkpoint(memory_folder)
         assert loaded is not None and refused == []
         newest = int(loaded.state["step"])

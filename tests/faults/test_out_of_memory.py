@@ -1,5 +1,5 @@
 """Fault 8: out of GPU memory: sizes and a smaller setting are named, nothing has changed, the
-checkpoint resumes.
+checkpoint resumes. A GPU that fails in a step leaves the last checkpoint, too.
 """
 
 from __future__ import annotations
@@ -66,7 +66,31 @@ def test_sizes_and_a_smaller_setting(
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_lost_card_leaves_the_last_checkpoint(
+    open_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = {"run.checkpoint_steps": 2, "model.dropout": 0.2}
+    trainer = open_trainer("run", **overrides)
+    trainer.mine()
+    step = trainer.train_step
+
+    def lost(batch: Any) -> Any:
+        if trainer.at.step == 3:
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure\nCompile with ...")
+        return step(batch)
+
+    monkeypatch.setattr(trainer, "train_step", lost)
+    with pytest.raises(TrainingError, match="the GPU failed") as caught:
+        trainer.train_round()
+    text = str(caught.value)
+    assert "unspecified launch failure" in text and "Compile with" not in text
+    assert "resumes from its last checkpoint" in text
+    resumed = open_trainer("run", **overrides)
+    assert resumed.at.step == 2
+    assert resumed.train_round().step > 3
+
+
+@pytest.mark.cuda
 def test_a_real_one(
     tiny_dataset: Any, tiny_tokens: Any, tiny_params: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -38,10 +37,10 @@ def bundle_of(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def children():
+def children(warm_python):
     """A process whose children are forked with everything imported."""
     with subprocess.Popen(
-        [sys.executable, str(CHILD)],
+        [*warm_python, str(CHILD)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

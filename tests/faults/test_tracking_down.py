@@ -9,7 +9,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -30,7 +29,7 @@ DATASET = {
 }
 
 CHILD = """
-import sys, tempfile, time
+import os, sys, tempfile, time
 from pathlib import Path
 from unidec.tracking.run import Tracker
 run_dir = Path(sys.argv[1])
@@ -45,7 +44,7 @@ for step in range(10**6):
     tracker.log(step, {"loss": 1.0 / (step + 1)})
     time.sleep(0.002)
     if step == 100:
-        print("working", flush=True)
+        print(os.getpid(), flush=True)
 """
 
 
@@ -122,17 +121,19 @@ def test_a_server_killed_and_brought_back_while_a_training_goes_on(server, tmp_p
     assert not (tmp_path / "run" / "tracking-files").exists()
 
 
-def test_begun_and_killed_while_the_server_is_away(server, proxy, tmp_path, monkeypatch):
+def test_begun_and_killed_while_the_server_is_away(
+    server, proxy, tmp_path, monkeypatch, warm_python
+):
     run_dir = tmp_path / "runs" / "one"
     proxy.close()  # nobody listens there any more
     monkeypatch.setenv("MLFLOW_TRACKING_URI", proxy.uri)
     with subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(run_dir)], stdout=subprocess.PIPE, text=True
+        [*warm_python, "-c", CHILD, str(run_dir)], stdout=subprocess.PIPE, text=True
     ) as child:
         assert child.stdout is not None
-        assert child.stdout.readline() == "working\n"
+        pid = int(child.stdout.readline())
         time.sleep(0.3)
-        os.kill(child.pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
     queued = [
         line for line in (run_dir / "tracking.jsonl").read_bytes().splitlines() if b"loss" in line
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from unidec.ranking.sparse import PairScores
+from unidec.ranking.heads import PairScores
 from unidec.ranking.word_scores import WordCosines
 
 

@@ -1,5 +1,5 @@
-"""Checks that several ranks run together: `run(2, "collectives", folder)` starts real processes on
-gloo.
+"""Checks that several ranks run together: `run(python, 2, "collectives", folder)` starts real
+processes on gloo.
 
 Each process runs one function of this file, `function(ranks, folder, **options)`, and writes what
 it returns (arrays) to a file. Starting a process costs seconds of imports, so a function holds many
@@ -21,12 +21,21 @@ from helpers.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
+TIMEOUT_S = 280.0
 
 
 def run(
-    world: int, function: str, folder: Path, timeout: float = 280, **options: Any
+    python: list[str],
+    world: int,
+    function: str,
+    folder: Path,
+    timeout: float = TIMEOUT_S,
+    one_card: bool = False,
+    **options: Any,
 ) -> list[dict[str, np.ndarray]]:
-    """What each rank's function returned, rank by rank."""
+    """What each rank returned, rank by rank; `one_card`: all use the first GPU. `python`:
+    the words that start one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     processes = []
@@ -34,7 +43,7 @@ def run(
         env = os.environ | {
             "RANK": str(rank),
             "WORLD_SIZE": str(world),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": "0" if one_card else str(rank),
             "LOCAL_WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
@@ -42,7 +51,7 @@ def run(
             "PYTHONPATH": str(TESTS),
         }
         command = [
-            sys.executable,
+            *python,
             "-m",
             "helpers.rank_processes",
             function,

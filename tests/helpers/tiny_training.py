@@ -64,6 +64,7 @@ TINY: dict[str, Any] = {
     "optim.clip_norm": 1.0,
     "optim.precision": "fp32",
     "optim.encode_chunk": 0,
+    "run.check_memory": False,  # half a second; tests of it set it
     "index.factory": "Flat",
     "index.space": "both",
     "index.clf_weight": 1.0,

@@ -20,9 +20,9 @@ from unidec.model.encoder import (
     TransformerEncoder,
     empty_transformer,
     load_transformer,
-    pool_tokens,
 )
 from unidec.model.encoder_inputs import InputBuilder
+from unidec.model.packed import Padded
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 40
@@ -343,8 +343,8 @@ def test_pooling_equals_a_loop(rng):
     hidden = torch.from_numpy(rng.normal(size=(6, 5, 4))).to(torch.bfloat16)
     length = np.array([5, 1, 3, 0, 2, 4])
     mask = torch.from_numpy(np.arange(5) < length[:, None])
-    mean = pool_tokens(hidden, mask, "mean")
-    cls = pool_tokens(hidden, mask, "cls")
+    mean = Padded(mask, mask).pool(hidden, "mean")
+    cls = Padded(mask, mask).pool(hidden, "cls")
     assert mean.dtype == cls.dtype == torch.float32
     for i, n in enumerate(length):
         expected = hidden[i, :n].float().mean(0) if n else torch.zeros(4)
@@ -437,8 +437,9 @@ def test_a_bag_of_the_first_tokens_stands_beside_the_whole_text(rng):
     ("kind", "on_gpu"),
     [
         ("MPNet", "eager"),
-        ("Bert", "sdpa"),
-        ("DistilBert", "sdpa"),
+        ("Bert", "unidec"),
+        ("DistilBert", "unidec"),
+        ("Electra", "sdpa"),
     ],
 )
 def test_attention_is_fused_on_a_gpu_where_the_architecture_has_it(

@@ -187,10 +187,10 @@ def unidec_v1(c):
     return of_both_heads(supcon, c)
 
 
-def unidec_cpu(c):
+def unidec_cpu(c, tau=TAU):
     """Both heads; the classifier over all labels, query to label only."""
-    de = both_ways(decoupled, c.de / TAU, *c.pool)
-    clf = decoupled(c.clf / TAU, *c.every)
+    de = both_ways(decoupled, c.de / tau, *c.pool)
+    clf = decoupled(c.clf / tau, *c.every)
     return (de + clf) / 2
 
 
@@ -223,7 +223,8 @@ FORMULAS = {
     "unidec-long": unidec_cpu,
     "unidec-v2": unidec_v2,
     "unidec-v2-bce": unidec_v2_bce,
-    "unidec-gpu": unidec_v2_bce,
+    "unidec-gpu": lambda c: unidec_cpu(c, 0.02),
+    "unidec-gpu-paper": unidec_v2_bce,
     "unidec-gpu-long": unidec_v2_bce,
     "unidec-v1": unidec_v1,
     "astec-surrogate": lambda c: decoupled(c.clf / TAU, *c.every),

@@ -52,7 +52,7 @@ def test_a_label_that_is_a_query_too_is_computed_once(tiny_bert, tmp_path, monke
     monkeypatch.setattr(
         encoder.transformer,
         "forward",
-        lambda ids, mask: computed.append(len(ids)) or forward(ids, mask),
+        lambda texts: computed.append(len(texts.ids_BT)) or forward(texts),
     )
     found = FrozenCaches(encoder, tmp_path / "both", CPU, None).read(what, tokens)
     assert sum(computed) == len(tokens["queries"]) + 2

@@ -520,7 +520,7 @@ def test_what_goes_to_a_gpu_is_pinned(monkeypatch):
     assert sent[1] == (("cpu",), {})
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_gpu_equals_cpu_and_never_waits(variant, reduction, rng):

@@ -14,7 +14,7 @@ from unidec.training.optim import ROW_OPTIMISERS
 
 ROWS = 30
 WIDTH = 5
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+CUDA = pytest.mark.cuda
 
 
 @pytest.fixture

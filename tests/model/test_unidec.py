@@ -21,7 +21,7 @@ from unidec.model.first_rows import start_table
 from unidec.model.row_table import Placement
 from unidec.model.unidec import KIND, VERSION, UniDEC
 
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+CUDA = pytest.mark.cuda
 NUM_LABELS = 11
 TEXTS = ["river query w3", "", "bread bread", "an unknown wörd 🍞", "music label w10 w11 planet"]
 

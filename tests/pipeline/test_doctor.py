@@ -193,13 +193,13 @@ def status(uri: str, run_id: str | None) -> str:
     return open_client(uri).get_run(str(run_id)).info.status
 
 
-def test_a_run_whose_process_was_killed(uri: str) -> None:
+def test_a_run_whose_process_was_killed(uri: str, warm_python: list[str]) -> None:
     code = (
         "import os, signal\nfrom pathlib import Path\nfrom unidec.tracking.run import Tracker\n"
         "Tracker('doctor').start(Path('runs/a'), {'seed': 0})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    returncode = subprocess.run([sys.executable, "-c", code], timeout=120).returncode
+    returncode = subprocess.run([*warm_python, "-c", code], timeout=120).returncode
     assert returncode == -9
     run_id = json.loads(Path("runs/a/tracking.json").read_text())["run_id"]
     at_work = Tracker("doctor")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -206,7 +206,10 @@ def test_data_that_grew_warns_and_data_that_shrank_stops(
 
 
 def test_the_page_of_the_validation_has_the_change(
-    work: SimpleNamespace, lf_debian: RawData, drawn: None, monkeypatch: pytest.MonkeyPatch
+    work: SimpleNamespace,
+    lf_debian: RawData,
+    outlined_charts: Callable[[Any], Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     judged: list[Any] = []
     run_checkpoint = suite.run_checkpoint
@@ -226,7 +229,9 @@ def test_the_page_of_the_validation_has_the_change(
 
     params = ingested(work, monkeypatch, make_slice(lf_debian, 1500, 300), "grown")
     stated = Page(Path(pipeline.data_change(params).page).read_text())
-    shown = validated(params)
+    with monkeypatch.context() as patch:  # the charts are drawn once
+        patch.setattr("unidec.evaluation.figures.Chart.svg", outlined_charts)
+        shown = validated(params)
     compared = [row for row in stated.rows if row[:1] and row[1:2] in (["warns"], ["ok"])]
     assert len(compared) >= 24
     assert all(row in shown.rows for row in compared)

@@ -2,8 +2,10 @@
 take, what would fit.
 """
 
+import functools
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -489,7 +491,8 @@ def ingested(in_work):
         data_stages.ingest(in_work.params())
     if not paths.TOKENS.is_dir():
         data_stages.tokens(in_work.params())
-    return in_work
+    params = functools.partial(in_work.params, **{"run.check_memory": True})
+    return SimpleNamespace(folder=in_work.folder, params=params)
 
 
 @pytest.fixture
@@ -510,7 +513,7 @@ def run_cli(monkeypatch, capsys):
 def papers(tmp_path, monkeypatch):
     """A folder with the papers' setting, and no data."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "params.yaml").write_text("recipe: unidec-gpu\nmodel: {dim: 256}\n")
+    (tmp_path / "params.yaml").write_text("recipe: unidec-gpu-paper\nmodel: {dim: 256}\n")
 
 
 def test_the_training_here_fits(ingested):
@@ -647,7 +650,7 @@ def test_the_papers_setting():
 @pytest.mark.parametrize(
     ("recipe", "tokens"),
     [
-        ("unidec-gpu", 32),
+        ("unidec-gpu-paper", 32),
         ("unidec-gpu-long", 128),
     ],
 )

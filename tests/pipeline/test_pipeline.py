@@ -41,10 +41,9 @@ from unidec.pipeline.ranking import (
 from unidec.pipeline.training import Run
 from unidec.ranking.calibration import fit_calibration
 from unidec.ranking.fusion import BY_WORDS, FEATURES
-from unidec.ranking.heads import Heads
+from unidec.ranking.heads import Heads, PairScores
 from unidec.ranking.index import LabelIndex
 from unidec.ranking.ranker import Ranker, Voting
-from unidec.ranking.sparse import PairScores
 from unidec.tracking.run import RUN_TAGS, Tracker
 from unidec.training.fit import fit
 

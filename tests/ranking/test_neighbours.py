@@ -23,12 +23,11 @@ from unidec.bundle.neighbour_files import FILES
 from unidec.data.storage import folder_sha256, read_manifest, write_manifest
 from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError
-from unidec.ranking.heads import Candidates, candidate_keys, votes_alone
+from unidec.ranking.heads import Candidates, PairScores, candidate_keys, votes_alone
 from unidec.ranking.index import LabelIndex
 from unidec.ranking.neighbours import TEMPERATURE, VOTES, Neighbours
 from unidec.ranking.query_encoder import Encoded
 from unidec.ranking.ranker import Voting
-from unidec.ranking.sparse import PairScores
 
 QUERIES = [
     "red car",

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from scipy.sparse import csr_matrix
 
-from unidec.ranking.sparse import Csr, Postings, RowProducts
+from unidec.ranking.neighbours import RowProducts
+from unidec.ranking.sparse import Csr, Postings
 
 
 def sparse(rng: np.random.Generator, shape: tuple[int, int], levels: int) -> csr_matrix:
@@ -42,11 +43,30 @@ def test_the_best_rows_and_the_first_of_equals(rng, shape, levels):
                 assert row_K.tolist() == expected_rows
 
 
+@pytest.mark.parametrize("levels", [4, 1000])
+def test_more_rows_than_are_added_up_at_once(rng, levels):
+    num_rows = 70_000
+    values = np.round(rng.uniform(-0.25, 1, (num_rows, 9)) * levels) / levels
+    is_there = rng.random(values.shape) < np.geomspace(0.0001, 0.9, 9)
+    matrix = csr_matrix(np.where(is_there, values, 0), dtype=np.float32)
+    queries = sparse(rng, (5, 9), levels)
+    products = (queries.toarray().astype(np.float64) @ matrix.toarray().T).astype(np.float32)
+    query_P = np.repeat(np.arange(5), 400)
+    row_P = np.sort(rng.integers(0, num_rows, (5, 400))).ravel()
+    for num in (0, 1, 200):
+        scores, rows, of_pairs = Postings(matrix).search(Csr.of(queries), num, query_P, row_P)
+        np.testing.assert_allclose(of_pairs, products[query_P, row_P], rtol=1e-5, atol=1e-6)
+        for query, product in enumerate(products):
+            expected_scores, expected_rows = slow_best(product, num)
+            np.testing.assert_allclose(scores[query], expected_scores, rtol=1e-5, atol=1e-6)
+            if levels < 1000:  # exact sums
+                assert rows[query].tolist() == expected_rows
+
+
 def test_the_product_of_some_pairs(rng):
     matrix = sparse(rng, (30, 17), 1000)
     queries = sparse(rng, (8, 17), 1000)
-    query_P = np.sort(rng.integers(0, 8, 100))
-    row_P = rng.integers(0, 30, 100)
+    query_P, row_P = np.divmod(np.sort(rng.integers(0, 8 * 30, 100)), 30)
     found = Postings(matrix).at(Csr.of(queries), query_P, row_P)
     expected = (queries @ matrix.T).toarray()[query_P, row_P]
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -7,7 +7,8 @@ import pytest
 from helpers.dense_votes import dense_votes
 from scipy.sparse import csr_matrix
 
-from unidec.ranking.sparse import PairScores, keep_largest
+from unidec.ranking.heads import PairScores
+from unidec.ranking.sparse import keep_largest
 
 
 @pytest.fixture

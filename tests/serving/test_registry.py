@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -169,14 +168,14 @@ def test_a_model_without_a_version_is_told_how_to_get_one(tmp_path):
     assert "nearest" not in str(caught.value)
 
 
-def test_a_server_with_a_bad_address_ends_with_the_fix(store_of_four, tmp_path):
+def test_a_server_with_a_bad_address_ends_with_the_fix(store_of_four, tmp_path, warm_python):
     for source, code, said in (
         (f"models:/{NAME}@champoin", 2, "nearest: champion"),
         (f"model:/{NAME}@champion", 2, "models:/name@alias"),
         ("no-such-folder", 4, "no bundle here"),
     ):
         done = subprocess.run(
-            [sys.executable, "-m", "unidec.cli", "serve", source, "--port", "0"],
+            [*warm_python, "-m", "unidec.cli", "serve", source, "--port", "0"],
             cwd=tmp_path,
             text=True,
             env=os.environ | {"MLFLOW_TRACKING_URI": store_of_four.uri},

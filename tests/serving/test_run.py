@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import http.client
 import json
 import os
@@ -16,6 +17,7 @@ import threading
 import time
 import urllib.request
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +30,24 @@ from unidec.serving import serve as run
 SETS = ("--set", "serve.threads=1", "--set", "serve.runtime=torch")
 
 
-def start(bundle: Path, *more: str, **environment: str) -> subprocess.Popen[str]:
+Start = Callable[..., subprocess.Popen[str]]
+
+
+def serve(python: list[str], bundle: Path, *more: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "unidec.cli", "serve", str(bundle), "--port", "0", *SETS, *more],
+        [*python, "-m", "unidec.cli", "serve", str(bundle), "--port", "0", *SETS, *more],
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=bundle.parent,
         env=os.environ | environment,
     )
+
+
+@pytest.fixture
+def start(warm_python: list[str]) -> Start:
+    """`start(bundle, *words)`: the process."""
+    return functools.partial(serve, warm_python)
 
 
 def line(process: subprocess.Popen[str], begins: str) -> str:
@@ -66,7 +77,7 @@ def status_for_host(port: int, host: str) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_it_serves_and_ends_in_order(folder: Path, number: signal.Signals) -> None:
+def test_it_serves_and_ends_in_order(start: Start, folder: Path, number: signal.Signals) -> None:
     """Listens at once, says when it is ready, answers, and after the signal answers what was asked
     and exits with 0.
     """
@@ -195,7 +206,7 @@ def test_as_many_files_may_be_open_as_the_system_allows() -> None:
     assert found.stdout.split() == ["4000"]
 
 
-def test_sigterm_resets_no_connection(folder: Path) -> None:
+def test_sigterm_resets_no_connection(start: Start, folder: Path) -> None:
     """Every request that was sent is answered; then with `connection: close`, and new connections
     are refused.
     """
@@ -214,7 +225,9 @@ def test_sigterm_resets_no_connection(folder: Path) -> None:
         process.communicate()
 
 
-def test_a_client_that_resets_is_no_internal_error_and_100_mb_are_413(folder: Path) -> None:
+def test_a_client_that_resets_is_no_internal_error_and_100_mb_are_413(
+    start: Start, folder: Path
+) -> None:
     process = start(folder)
     try:
         port = int(line(process, "serve: listening").strip().rpartition(":")[2])
@@ -241,7 +254,9 @@ def test_a_client_that_resets_is_no_internal_error_and_100_mb_are_413(folder: Pa
     assert "Traceback" not in errors, errors
 
 
-def test_a_bundle_that_is_damaged_ends_it_with_the_error(folder: Path, tmp_path: Path) -> None:
+def test_a_bundle_that_is_damaged_ends_it_with_the_error(
+    start: Start, folder: Path, tmp_path: Path
+) -> None:
     import shutil
 
     bad = tmp_path / "bundle"
@@ -256,7 +271,7 @@ def test_a_bundle_that_is_damaged_ends_it_with_the_error(folder: Path, tmp_path:
 
 
 def test_no_bundle_and_an_address_that_is_taken_are_said_at_once(
-    folder: Path, tmp_path: Path
+    start: Start, folder: Path, tmp_path: Path
 ) -> None:
     process = start(tmp_path / "none")
     assert "error: " in process.communicate(timeout=60)[1]
@@ -290,7 +305,7 @@ def test_a_host_that_others_reach_wants_a_key(
 
 def test_what_is_not_installed_is_named_with_the_fix(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "httptools.py").write_text("raise ModuleNotFoundError(name='httptools')")
-    process = start(folder, PYTHONPATH=str(tmp_path))
+    process = serve([sys.executable], folder, PYTHONPATH=str(tmp_path))
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == 1 and "httptools is not installed" in errors
     assert "pip install 'unidec-xmc[serve]'" in errors and "Traceback" not in errors

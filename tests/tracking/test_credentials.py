@@ -262,7 +262,7 @@ def test_a_databases_password_stays_out_of_the_file_which_is_private_from_the_st
     assert Tracker.resume(tmp_path).uri == uri
 
 
-def test_commands_print_none(server: Any, tmp_path: Path) -> None:
+def test_commands_print_none(server: Any, tmp_path: Path, warm_python: list[str]) -> None:
     """Also where MLflow's own error, with its address, ends the command by a traceback."""
     address = f"user:{SECRET}@127.0.0.1:{server.server_port}"
     environment = os.environ | {
@@ -275,7 +275,7 @@ def test_commands_print_none(server: Any, tmp_path: Path) -> None:
     commands = [["models", "list"], ["serve", "models:/unidec@champion", "--port", "0"]]
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "unidec.cli", *words],
+            [*warm_python, "-m", "unidec.cli", *words],
             cwd=tmp_path,
             env=environment,
             text=True,

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -225,9 +224,9 @@ def test_a_damaged_previous_leaves_the_champion(stored, client, memory_registry)
 
 
 @pytest.fixture(scope="module")
-def children():
+def children(warm_python):
     """A process whose forked children are killed: imports are paid for once."""
-    words = [sys.executable, str(Path(__file__).parent / "killed_child.py")]
+    words = [*warm_python, str(Path(__file__).parent / "killed_child.py")]
     with subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -318,11 +317,11 @@ with get_context("fork").Pool(2) as pool:
 """
 
 
-def test_two_at_once_both_finish_one_after_the_other(stored, client, memory_registry):
+def test_two_at_once_both_finish_one_after_the_other(stored, client, memory_registry, warm_python):
     a = stored("a", **stored.passed())
     promote(stored.name, a)
     challengers = [stored(what, **stored.passed(a)) for what in "bc"]
-    words = [sys.executable, "-W", "ignore", "-c", CONCURRENT_PROMOTIONS, stored.name, *challengers]
+    words = [*warm_python, "-c", CONCURRENT_PROMOTIONS, stored.name, *challengers]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     won, lost = sorted(json.loads(done.stdout).items(), key=lambda item: item[1] is not None)
     assert won[1] is None

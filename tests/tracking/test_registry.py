@@ -287,7 +287,7 @@ module.Answerer, sys.modules[module.__name__] = Echo, module
 
 
 def test_the_documented_lines_load_the_champion_in_the_repositorys_folder(
-    tmp_path, stand_in, path_as_before, monkeypatch
+    tmp_path, stand_in, path_as_before, monkeypatch, warm_python
 ):
     """docs/bundles.md, as pasted; no other database is left behind."""
     uri = prepare_store(f"sqlite:///{tmp_path}/mlflow/mlflow.db")
@@ -303,7 +303,7 @@ def test_the_documented_lines_load_the_champion_in_the_repositorys_folder(
         if not key.startswith(("MLFLOW_", "PYTHONPATH"))
     }
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", "\n".join([ECHO, *blocks])],
+        [*warm_python, "-c", "\n".join([ECHO, *blocks])],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

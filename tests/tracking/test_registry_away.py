@@ -12,7 +12,6 @@ import signal
 import socket
 import sqlite3
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -197,11 +196,11 @@ def test_an_intact_copy_is_used_in_a_read_only_folder(project: SimpleNamespace) 
 
 
 def test_a_server_and_a_prediction_say_it_in_a_process_of_their_own(
-    project: SimpleNamespace,
+    project: SimpleNamespace, warm_python: list[str]
 ) -> None:
     """From the start, with the damaged database that the issue names."""
     environment = os.environ | {"MLFLOW_TRACKING_URI": project.followed.uri}
-    words = [sys.executable, "-m", "unidec.cli"]
+    words = [*warm_python, "-m", "unidec.cli"]
     run: dict[str, Any] = {
         "capture_output": True,
         "text": True,
@@ -240,7 +239,9 @@ def test_a_server_and_a_prediction_say_it_in_a_process_of_their_own(
     assert "serving version 1" in errors and "Traceback" not in errors
 
 
-def test_the_database_of_another_mlflow_is_away(project: SimpleNamespace) -> None:
+def test_the_database_of_another_mlflow_is_away(
+    project: SimpleNamespace, warm_python: list[str]
+) -> None:
     with contextlib.closing(sqlite3.connect(project.database)) as opened:
         opened.execute("UPDATE alembic_version SET version_num = 'ffffffffffff'")
         opened.commit()
@@ -248,6 +249,6 @@ def test_the_database_of_another_mlflow_is_away(project: SimpleNamespace) -> Non
         "from unidec.tracking.fetch import bundle_folder; bundle_folder('models:/served@champion')"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=project.root
+        [*warm_python, "-c", code], capture_output=True, text=True, cwd=project.root
     )
     assert "RegistryAway" in done.stderr

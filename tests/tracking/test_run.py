@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-import sys
 
 import pytest
 
@@ -241,11 +240,9 @@ print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 """
 
 
-def test_several_first_starts_at_once(tmp_path):
+def test_several_first_starts_at_once(tmp_path, warm_python):
     words = [
-        sys.executable,
-        "-W",
-        "ignore",
+        *warm_python,
         "-c",
         STARTED_TOGETHER,
         f"sqlite:///{tmp_path}/new/mlflow.db",

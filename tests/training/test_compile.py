@@ -142,7 +142,7 @@ def test_texts_of_any_length_and_number_share_a_few_graphs(open_trainer, rng):
         batch = trainer.encoding.build(
             [("queries", texts, np.sort(rng.choice(60, count, replace=False)))]
         )
-        sizes |= {tuple(ids.shape) for _, ids, _ in batch.chunks}
+        sizes |= {tuple(texts.ids_BT.shape) for texts in batch.chunks}
         encoder.train()(batch).sum().backward()
         with torch.no_grad():
             encoder(batch)

@@ -72,19 +72,19 @@ def assert_sums(values):
 
 
 @pytest.mark.slow
-def test_losses_over_all_labels_on_four_ranks(rng, tmp_path):
+def test_losses_over_all_labels_on_four_ranks(rng, tmp_path, warm_python):
     calls = {"losses_by_columns": {"seed": int(rng.integers(2**31))}, "encoder_gradients": {}}
-    for values in rank_processes.run(4, "several", tmp_path, calls=calls):
+    for values in rank_processes.run(warm_python, 4, "several", tmp_path, calls=calls):
         assert_sums(values)
 
 
-def test_collectives_and_losses_over_all_labels(rng, tmp_path):
+def test_collectives_and_losses_over_all_labels(rng, tmp_path, warm_python):
     calls = {
         "collectives": {},
         "losses_by_columns": {"seed": int(rng.integers(2**31))},
         "encoder_gradients": {},
     }
-    found = rank_processes.run(2, "several", tmp_path, calls=calls)
+    found = rank_processes.run(warm_python, 2, "several", tmp_path, calls=calls)
     for rank, values in enumerate(found):
         assert_sums(values)
         facts = {
@@ -132,11 +132,13 @@ def refresh_input(rng, folder, num_points, num_labels):
         (3, [(200, 7), (2, 2)]),
     ],
 )
-def test_clusters_and_negatives_are_those_of_one_rank(rng, tmp_path, world, sizes):
+def test_clusters_and_negatives_are_those_of_one_rank(rng, tmp_path, warm_python, world, sizes):
     for points, labels in sizes:
         refresh_input(rng, tmp_path / f"{points}-{labels}", points, labels)
     alone = rank_processes.all_refresh_parts(ALONE, tmp_path, sizes)
-    for values in rank_processes.run(world, "all_refresh_parts", tmp_path, sizes=sizes):
+    for values in rank_processes.run(
+        warm_python, world, "all_refresh_parts", tmp_path, sizes=sizes
+    ):
         for key, expected in alone.items():
             if ": figures" in key or key.endswith("report"):
                 assert values[key] == pytest.approx(expected, rel=1e-5), key

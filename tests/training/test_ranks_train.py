@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -152,11 +153,24 @@ def gradients_alone(place):
 
 
 @pytest.mark.slow
-def test_gradients_of_a_step_on_four_ranks(place):
+def test_gradients_of_a_step_on_four_ranks(place, warm_python):
     alone = gradients_alone(place)
-    for values in rank_processes.run(4, "step_gradients", place, cases=STEPS_OF_ONE):
+    for values in rank_processes.run(warm_python, 4, "step_gradients", place, cases=STEPS_OF_ONE):
         worst = worst_differences(values, alone)
         assert {key: value for key, value in worst.items() if not value <= 1e-5} == {}
+
+
+@pytest.mark.cuda
+def test_two_processes_on_one_card_are_one(place):
+    """gloo over CUDA tensors."""
+    on_card = {"device": "cuda", "optim.precision": "fp32"}
+    cases = {name: case | on_card for name, case in STEPS_OF_ONE.items()}
+    (alone,) = rank_processes.run([sys.executable], 1, "step_gradients", place, cases=cases)
+    for values in rank_processes.run(
+        [sys.executable], 2, "step_gradients", place, one_card=True, cases=cases
+    ):
+        worst = worst_differences(values, alone)
+        assert {key: value for key, value in worst.items() if not value <= 1e-4} == {}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +189,7 @@ def test_gradients_of_a_step_on_four_ranks(place):
     ],
     ids=["three", "five more", "two more", "in chunks"],
 )
-def test_two_ranks_train_as_one(place, names):
+def test_two_ranks_train_as_one(place, warm_python, names):
     cases = {name: COMMON | CASES[name] for name in names}
     alone = rank_processes.train(
         ALONE, place, {name: dict(case) for name, case in cases.items()}, STEPS
@@ -184,7 +198,7 @@ def test_two_ranks_train_as_one(place, names):
     if "unidec" in names:  # in the same processes
         calls["step_gradients"] = {"cases": STEPS_OF_ONE}
         alone |= gradients_alone(place)
-    for values in rank_processes.run(2, "several", place, calls=calls):
+    for values in rank_processes.run(warm_python, 2, "several", place, calls=calls):
         worst = worst_differences(values, alone)
         assert {key: value for key, value in worst.items() if not value <= 1e-5} == {}
         assert sum(key.endswith(": loss") for key in worst) == len(names)
@@ -196,7 +210,7 @@ def test_two_ranks_train_as_one(place, names):
 
 
 @pytest.mark.slow
-def test_resumed_by_another_number_of_ranks(place):
+def test_resumed_by_another_number_of_ranks(place, warm_python):
     """In the middle of a round: two ranks stop, one and three go on; one stops, two go on."""
     row_state = {"optim.clf_state": "adagrad", "model.clf_dtype": "fp32"}
     cases = {
@@ -212,7 +226,7 @@ def test_resumed_by_another_number_of_ranks(place):
     alone = rank_processes.train(
         ALONE, place, {name: dict(case) for name, case in cases.items()}, STEPS
     )
-    rank_processes.run(2, "train", place, cases=cut_off("two"), steps=STEPS)
+    rank_processes.run(warm_python, 2, "train", place, cases=cut_off("two"), steps=STEPS)
     rank_processes.train(ALONE, place, cut_off("one"), STEPS)
     for world, before in (
         (1, "two"),
@@ -226,7 +240,7 @@ def test_resumed_by_another_number_of_ranks(place):
         for name, case in resumed.items():
             shutil.copytree(place / f"{name} by {before}", place / case["run"])
         results = (
-            rank_processes.run(world, "train", place, cases=resumed, steps=STEPS)
+            rank_processes.run(warm_python, world, "train", place, cases=resumed, steps=STEPS)
             if world > 1
             else [rank_processes.train(ALONE, place, resumed, STEPS)]
         )
@@ -240,14 +254,14 @@ def test_resumed_by_another_number_of_ranks(place):
 
 
 @pytest.mark.slow
-def test_with_dropout_the_same_ranks_resume_to_the_same_bits(place):
+def test_with_dropout_the_same_ranks_resume_to_the_same_bits(place, warm_python):
     """Of three ranks: the sum of two numbers has no order."""
     case = COMMON | {"model.dropout": 0.2, "encoder.bag_dropout": 0.3, "encoder.dropout": 0.1}
     case |= {"encoder.kind": "both", "encoder.trainable_layers": -1}
     cases = {"whole": case, "begun": case | {"until": 11, "run": "dropped out"}}
-    whole = rank_processes.run(3, "train", place, cases=cases, steps=STEPS)
+    whole = rank_processes.run(warm_python, 3, "train", place, cases=cases, steps=STEPS)
     resumed = rank_processes.run(
-        3, "train", place, cases={"whole": case | {"run": "dropped out"}}, steps=STEPS
+        warm_python, 3, "train", place, cases={"whole": case | {"run": "dropped out"}}, steps=STEPS
     )
     for ours, theirs in zip(resumed, whole, strict=True):
         assert ours.pop("whole: begins at") == 11

@@ -122,7 +122,7 @@ def test_every_choice_is_another_training(open_trainer):
     )
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.cuda
 @pytest.mark.parametrize("place", ["host", "disk"])
 @pytest.mark.parametrize(("dtype", "state"), CHOICES)
 def test_on_a_gpu_the_place_changes_nothing_in_the_table(open_trainer, place, dtype, state):

@@ -476,6 +476,22 @@ def test_emulated_bfloat16_is_not_taken(monkeypatch, in_hardware):
         "is_bf16_supported",
         lambda including_emulation=True: including_emulation or in_hardware,
     )
-    assert autocast_type("auto", torch.device("cuda", 0)) == (
-        torch.bfloat16 if in_hardware else None
-    )
+    card = torch.device("cuda", 0)
+    assert autocast_type("auto", card) == (torch.bfloat16 if in_hardware else None)
+    assert autocast_type("fp32", card) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
+    if in_hardware:
+        assert autocast_type("bf16", card) == torch.bfloat16
+    else:
+        with pytest.raises(ConfigError, match=r"(?s)bf16 on Tesla T4.*auto or fp32"):
+            autocast_type("bf16", card)
+
+
+def test_an_old_driver_is_named(monkeypatch):
+    def refuse():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\n.")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    with pytest.raises(ConfigError, match=r"(?s)driver on your system is too old.*auto or cpu"):
+        choose_device("cuda")

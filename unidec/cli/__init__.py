@@ -198,7 +198,8 @@ def tune(
     app,
     "",
     "--set run.table_place=host --json",
-    "--set recipe=unidec-gpu --labels 1300000 --queries 2248619 --tokens 32 --device-memory 48GiB",
+    "--set recipe=unidec-gpu-paper --labels 1300000 --queries 2248619 --tokens 32 "
+    "--device-memory 48GiB",
 )
 def plan(
     params: Params,

@@ -99,10 +99,13 @@ class Tokens:
         return np.arange(length_B.sum()) + np.repeat(shift_B, length_B)
 
     def ragged(
-        self, rows: Sequence[int] | NDArray[Any]
+        self, rows: Sequence[int] | NDArray[Any], most: int = 0
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Flat ids int64 [F] and offsets int64 [B + 1] of these texts, in the format of
         `torch.nn.EmbeddingBag`.
+
+        Args:
+            most: use only the first `most` tokens of each text; 0: all.
 
         Raises:
             IndexError: a row is negative or beyond the last text.
@@ -110,24 +113,23 @@ class Tokens:
         rows_B = np.asarray(rows, dtype=np.int64)
         if rows_B.size and (rows_B.min() < 0 or rows_B.max() >= len(self)):
             raise IndexError(f"rows from {rows_B.min()} to {rows_B.max()} of {len(self)} texts")
-        offsets = _offsets([self.lengths(rows_B)])
-        return self.ids[self.places(rows_B)].astype(np.int64), offsets
+        length_B = self.lengths(rows_B)
+        offsets = _offsets([length_B])
+        flat_F = self.ids[self.places(rows_B)].astype(np.int64)
+        if most:
+            place_F = np.arange(len(flat_F)) - np.repeat(offsets[:-1], length_B)
+            flat_F = flat_F[place_F < most]
+            offsets = _offsets([np.minimum(length_B, most)])
+        return flat_F, offsets
 
     def batch(
         self, rows: Sequence[int] | NDArray[Any], most: int = 0
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Ids int64 [B, T], padded on the right to the longest text, and mask bool [B, T] (True for
-        tokens).
-
-        Args:
-            most: use only the first `most` tokens of each text; 0: all.
+        tokens); `most` as in `ragged`.
         """
-        flat_F, offsets = self.ragged(rows)
+        flat_F, offsets = self.ragged(rows, most)
         length_B = np.diff(offsets)
-        if most:
-            place_F = np.arange(len(flat_F)) - np.repeat(offsets[:-1], length_B)
-            flat_F = flat_F[place_F < most]
-            length_B = np.minimum(length_B, most)
         mask_BT = np.arange(length_B.max(initial=0)) < length_B[:, None]
         ids_BT = np.full(mask_BT.shape, self.pad_id, dtype=np.int64)
         ids_BT[mask_BT] = flat_F

@@ -12,6 +12,7 @@ the output of an encoder that is frozen as a whole.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,14 @@ from torch.utils.checkpoint import checkpoint
 
 from unidec.config import Encoder
 from unidec.errors import ConfigError
+from unidec.model.packed import (
+    ATTENTION,
+    PACKABLE,
+    Packed,
+    Padded,
+    attend,
+    in_half,
+)
 from unidec.model.pairs import rows_at
 from unidec.model.row_table import RowTable
 from unidec.model.words import with_words
@@ -36,8 +45,8 @@ class EncoderInput:
 
     Attributes:
         num_texts: B.
-        chunks: input of the transformer, texts of similar length together: for each chunk
-            (positions in the batch int64 [b], ids int64 [b, t], mask bool [b, t]).
+        chunks: input of the transformer: texts of similar length, padded together, or packed ones.
+        place_B: int64, position of each text in the chunks together; None: they are in order.
         vector_BD: pooled vectors of a frozen transformer.
         output_BW: output of a frozen encoder, before dropout; no other field is set then.
         unique_U: int64, distinct token ids of the bag; local_F: int64, position of each token in
@@ -46,22 +55,14 @@ class EncoderInput:
     """
 
     num_texts: int
-    chunks: tuple[tuple[Tensor, Tensor, Tensor], ...] = ()
+    chunks: tuple[Padded | Packed, ...] = ()
+    place_B: Tensor | None = None
     vector_BD: Tensor | None = None
     unique_U: Tensor | None = None
     local_F: Tensor | None = None
     offsets_B: Tensor | None = None
     head_F: Tensor | None = None
     output_BW: Tensor | None = None
-
-
-def pool_tokens(hidden_BTD: Tensor, mask_BT: Tensor, pooling: str) -> Tensor:
-    """Mean over a text's tokens, or its first token's vector ("cls"), float32 [B, D]."""
-    hidden_BTD = hidden_BTD.float()
-    if pooling == "cls":
-        return hidden_BTD[:, 0]
-    weight_BT1 = mask_BT.unsqueeze(-1).float()
-    return (hidden_BTD * weight_BT1).sum(1) / weight_BT1.sum(1).clamp_min(1)
 
 
 def _layers(transformer: Any) -> list[nn.Module]:
@@ -111,15 +112,11 @@ class TransformerEncoder(nn.Module):
             layer.train(mode)
         return self
 
-    def forward(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """Pooled vectors float32 [B, D] of token ids int64 [B, T]."""
-        attended = mask_BT.long()
-        if self.transformer.config._attn_implementation == "sdpa":  # type: ignore[union-attr]
-            # a 4-d mask is used as it is; transformers would read the values of a mask [B, T], and
-            # the host would wait
-            attended = mask_BT[:, None, None, :].expand(-1, 1, mask_BT.shape[1], -1)
-        hidden = self.transformer(input_ids=ids_BT, attention_mask=attended).last_hidden_state
-        return pool_tokens(hidden, mask_BT, self.pooling)
+    def forward(self, texts: Padded | Packed) -> Tensor:
+        """Pooled vectors of texts, float32 [B, D]."""
+        inputs = texts.inputs(self.transformer.config)
+        hidden = self.transformer(**inputs).last_hidden_state
+        return texts.pool(hidden, self.pooling)
 
 
 class TokenLayers(nn.Module):
@@ -335,6 +332,8 @@ class TextEncoder(nn.Module):
                 got=str(error).strip()[:500],
                 fix="install a C++ compiler (g++), for a GPU triton as well; or run.compile: false",
             ) from error
+        # torch looks at the gradients of rounded weights, which are no leaves
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         self.transformer.compile(dynamic=True, backend=backend, options=options)
 
     def forward(self, batch: EncoderInput) -> Tensor:
@@ -370,13 +369,15 @@ class TextEncoder(nn.Module):
         if not batch.chunks:
             device = next(self.transformer.parameters()).device
             no_text = torch.zeros(1, 1, dtype=torch.int64, device=device)
-            return self.transformer(no_text, no_text == 0)[:0]
-        transformer: Callable[..., Tensor] = self.transformer
+            return self.transformer(Padded(no_text, no_text == 0))[:0]
+        run: Callable[..., Tensor] = self.transformer
+        device_type = batch.chunks[0][0].device.type
+        if isinstance(batch.chunks[0], Packed) and torch.is_autocast_enabled(device_type):
+            run = in_half(self.transformer, torch.get_autocast_dtype(device_type), device_type)
         if self.recompute and torch.is_grad_enabled():
-            transformer = functools.partial(checkpoint, self.transformer, use_reentrant=False)
-        vectors = [transformer(ids, mask) for _, ids, mask in batch.chunks]
-        place_B = torch.cat([places for places, _, _ in batch.chunks])
-        return torch.cat(vectors)[torch.argsort(place_B)]
+            run = functools.partial(checkpoint, run, use_reentrant=False)
+        vectors = torch.cat([run(chunk) for chunk in batch.chunks])
+        return vectors if batch.place_B is None else vectors[batch.place_B]
 
 
 def load_transformer(folder: Path) -> nn.Module:
@@ -403,10 +404,13 @@ def transformer_options(config: Any) -> dict[str, Any]:
     """Options of `AutoModel` for a config: no unused pooling head, and on a GPU fused attention if
     the architecture supports it (MPNet does not).
     """
-    from transformers import AutoModel
+    from transformers import AttentionInterface, AutoModel
 
-    fused = torch.cuda.is_available() and AutoModel._model_mapping[type(config)]._supports_sdpa
-    options: dict[str, Any] = {"attn_implementation": "sdpa" if fused else "eager"}
+    attention = "eager"
+    if torch.cuda.is_available() and AutoModel._model_mapping[type(config)]._supports_sdpa:
+        AttentionInterface.register(ATTENTION, attend)
+        attention = ATTENTION if config.model_type in PACKABLE else "sdpa"
+    options: dict[str, Any] = {"attn_implementation": attention}
     if config.model_type in ("bert", "roberta", "xlm-roberta", "mpnet"):
         options["add_pooling_layer"] = False
     return options

@@ -6,7 +6,7 @@ transformer, W width of the encoder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,12 @@ from torch import Tensor
 
 from unidec.data.tokens import GPU_CHUNK_TOKENS, Tokens, length_chunks
 from unidec.model.encoder import BagEncoder, EncoderInput, TextEncoder
+from unidec.model.packed import Packed, Padded
 from unidec.model.pairs import to_device
 
 Parts = Sequence[tuple[str, Tokens, np.ndarray]]  # source, its tokens, rows int64
+# Tokens of a packed sequence; a GPU is no faster with more, and memory for activations is limited.
+PACK_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,14 @@ class InputBuilder:
             whole.
         frozen_outputs: by source, cached outputs float [N, W] of an encoder that is frozen as a
             whole.
+        packs: whether the transformer reads packed texts (`unidec.model.packed.can_pack`).
     """
 
     encoder: TextEncoder
     device: torch.device
     frozen_vectors: Mapping[str, np.ndarray] = field(default_factory=dict)
     frozen_outputs: Mapping[str, np.ndarray] = field(default_factory=dict)
+    packs: bool = False
 
     @property
     def chunk_tokens(self) -> int:
@@ -59,7 +64,7 @@ class InputBuilder:
         if vector_BD is not None:
             fields["vector_BD"] = vector_BD
         elif encoder.transformer is not None:
-            fields["chunks"] = tuple(self._chunks(parts))
+            fields |= self._packed(parts) if self.packs else self._padded(parts)
         if encoder.bag is not None:
             fields |= self._features(encoder.bag, parts)
         return EncoderInput(sum(len(rows) for _, _, rows in parts), **fields)
@@ -72,9 +77,7 @@ class InputBuilder:
 
     def _features(self, bag: BagEncoder, parts: Parts) -> dict[str, Tensor]:
         """The bag's fields of an input."""
-        ragged = [tokens.ragged(rows) for _, tokens, rows in parts]
-        token_F = np.concatenate([flat for flat, _ in ragged])
-        lengths_B = np.concatenate([np.diff(offsets) for _, offsets in ragged])
+        token_F, lengths_B = _joined(parts)
         feature_F, lengths_B = bag.features(token_F, lengths_B)
         unique_U, local_F = np.unique(feature_F, return_inverse=True)
         offsets_B = np.cumsum(lengths_B) - lengths_B
@@ -88,15 +91,54 @@ class InputBuilder:
             arrays["head_F"] = place_F < bag.head
         return {name: self._to(array) for name, array in arrays.items()}
 
-    def _chunks(self, parts: Parts) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """The transformer's inputs: (positions, ids, mask) of texts of similar length."""
+    def _padded(self, parts: Parts) -> dict[str, Any]:
+        """The transformer's fields of an input: chunks of texts of similar length."""
         most = self.encoder.settings.transformer_tokens
+        chunks = []
+        order = []
         first = 0
         for _, tokens, rows in parts:
             for places in length_chunks(tokens.lengths(rows), tokens=self.chunk_tokens):
                 ids_BT, mask_BT = tokens.batch(rows[places], most)
-                yield self._to(places + first), self._to(ids_BT), self._to(mask_BT)
+                chunks.append(Padded(self._to(ids_BT), self._to(mask_BT)))
+                order.append(places + first)
             first += len(rows)
+        if not chunks:
+            return {}
+        place_B = np.argsort(np.concatenate(order))
+        return {"chunks": tuple(chunks), "place_B": self._to(place_B)}
+
+    def _packed(self, parts: Parts) -> dict[str, Any]:
+        """The transformer's fields of an input: few packed sequences, mostly one. Activations that
+        are computed again are those of a small one at a time.
+        """
+        encoder = self.encoder
+        token_F, lengths_B = _joined(parts, encoder.settings.transformer_tokens)
+        most = max(tokens.max_length for _, tokens, _ in parts)
+        end_B = np.cumsum(lengths_B)
+        place_F = np.arange(len(token_F)) - np.repeat(end_B - lengths_B, lengths_B)
+        pack_B = (end_B - 1) // (GPU_CHUNK_TOKENS if encoder.recompute else PACK_TOKENS)
+        chunks = []
+        for pack in np.unique(pack_B):
+            is_in_B = pack_B == pack
+            is_in_F = np.repeat(is_in_B, lengths_B)
+            bounds = np.cumsum([0, *lengths_B[is_in_B]], dtype=np.int32)
+            ids_F = self._to(token_F[is_in_F])
+            chunks.append(Packed(ids_F, self._to(place_F[is_in_F]), self._to(bounds), most))
+        return {"chunks": tuple(chunks)}
 
     def _to(self, array: np.ndarray) -> Tensor:
         return to_device(array, self.device)
+
+
+def _joined(parts: Parts, most: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids int64 [F] of all texts, and the number of tokens of each, int64 [B]; `most` as in
+    `Tokens.ragged`.
+    """
+    flats = []
+    lengths = []
+    for _, tokens, rows in parts:
+        flat, offsets = tokens.ragged(rows, most)
+        flats.append(flat)
+        lengths.append(np.diff(offsets))
+    return np.concatenate(flats), np.concatenate(lengths)

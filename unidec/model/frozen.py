@@ -25,6 +25,7 @@ from unidec.data.tokens import TokenCache, length_chunks, same_texts
 from unidec.errors import ArtifactError
 from unidec.model.encoder import TextEncoder, TransformerEncoder
 from unidec.model.encoder_inputs import InputBuilder
+from unidec.model.packed import can_pack
 from unidec.model.weights import output_settings
 from unidec.progress import progress
 
@@ -58,7 +59,9 @@ def cached_inputs(
         return InputBuilder(encoder, device, frozen_outputs=caches.read("outputs", tokens))
     if encoder.takes_vectors:
         return InputBuilder(encoder, device, frozen_vectors=caches.read("vectors", tokens))
-    return InputBuilder(encoder, device)
+    transformer = encoder.transformer
+    packs = transformer is not None and can_pack(transformer.transformer.config, device, amp)
+    return InputBuilder(encoder, device, packs=packs)
 
 
 def frozen_sha256(encoder: TransformerEncoder | TextEncoder) -> str:

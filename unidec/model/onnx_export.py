@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from unidec.data.tokens import encode_texts
 from unidec.model.arrays import GRAPH, INT8_GRAPH
-from unidec.model.encoder import TextEncoder, pool_tokens
+from unidec.model.encoder import TextEncoder
+from unidec.model.packed import Padded
 from unidec.model.unidec import UniDEC
 
 OPSET = 18
@@ -56,7 +57,7 @@ class TransformerGraph(nn.Module):
         ids_BT = input_ids[:, : self.max_tokens]
         mask_BT = attention_mask[:, : self.max_tokens]
         hidden = self.transformer(input_ids=ids_BT, attention_mask=mask_BT).last_hidden_state
-        vectors_BD = pool_tokens(hidden, mask_BT, self.pooling)
+        vectors_BD = Padded(ids_BT, mask_BT).pool(hidden, self.pooling)
         return F.normalize(vectors_BD, dim=-1) if self.unit_vectors else vectors_BD
 
 

@@ -180,12 +180,15 @@ class RowTable(nn.Module):
         """Some rows of the weight or of a state, where they are; None: all of them."""
         if rows_U is None:
             return values.detach()
-        local_U = rows_U - self.first_row
-        return values.detach()[local_U.to(values.device)]
+        return values.detach()[self._local(rows_U).to(values.device)]
+
+    def _local(self, rows_U: Tensor) -> Tensor:
+        """Numbers of rows among those held here."""
+        return rows_U - self.first_row if self.first_row else rows_U
 
     def _fetch(self, rows_U: Tensor) -> Tensor:
         """Copy rows and their state to the device; returns the rows."""
-        local_U = rows_U - self.first_row
+        local_U = self._local(rows_U)
         fetched = {
             name: to_device(values.index_select(0, local_U), self.device)
             for name, values in self.rows().items()
@@ -256,7 +259,7 @@ class RowTable(nn.Module):
             copied = torch.cuda.current_stream(self.device).record_event() if on_gpu else None
             self._pending = (fetched[0], copies, copied)
         elif rows_U is not None:
-            local_U = rows_U - self.first_row
+            local_U = self._local(rows_U)
             for name, values in state.items():
                 self.state[name][local_U] = values
             self.weight[local_U] = weight_UD

@@ -232,7 +232,11 @@ class WordSpace:
         return csr_matrix(hstack([whole_BF, head_BF], format="csr"))
 
     def part(self, vectors_BC: csr_matrix, which: int) -> csr_matrix:
-        """A copy with the columns of one part: 0, the whole texts, or 1, their first tokens."""
+        """One part's columns: 0, the whole texts, or 1, their first tokens. A copy if there are
+        two.
+        """
+        if not self.head:
+            return vectors_BC
         part_BC = vectors_BC.copy()
         part_of_entry = part_BC.indices // max(self.num_features, 1)
         part_BC.data[part_of_entry != which] = 0
@@ -241,8 +245,6 @@ class WordSpace:
 
     def num_words(self, vectors_BC: csr_matrix, which: int) -> Ints:
         """Number of known words and pairs in one part of each vector, int64 [B]."""
-        if not self.head:
-            return np.diff(vectors_BC.indptr)
         return np.diff(self.part(vectors_BC, which).indptr)
 
     def _vectors(self, flat: Ints, offsets: Ints) -> csr_matrix:

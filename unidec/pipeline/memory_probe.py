@@ -31,12 +31,9 @@ from unidec.methods.inception import token_layers
 from unidec.methods.label_clusters import LABEL_CLUSTER
 from unidec.methods.simcse import texts_as_labels
 from unidec.model.batch import TextChunks
-from unidec.model.encoder import (
-    TextEncoder,
-    TransformerEncoder,
-    transformer_options,
-)
+from unidec.model.encoder import TextEncoder, TransformerEncoder, transformer_options
 from unidec.model.encoder_inputs import InputBuilder
+from unidec.model.packed import Padded
 from unidec.model.pool import TrainingPairs
 from unidec.model.row_table import Placement
 from unidec.model.sources import resolve_encoder
@@ -237,9 +234,10 @@ def _measure_chunk(
         encoder = TransformerEncoder(transformer, "mean", trainable_layers).train()
         ids_CT = torch.zeros(shape, dtype=torch.int64)
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            first = encoder(ids_CT, ids_CT == 0)
+            texts = Padded(ids_CT, ids_CT == 0)
+            first = encoder(texts)
             of_first = live.now
-            second = encoder(ids_CT, ids_CT == 0)
+            second = encoder(texts)
         held = live.peak = live.now
         torch.autograd.backward(second.sum())
         backward = live.peak - held
@@ -391,11 +389,11 @@ class _Probe:
         )
         return model.train()
 
-    def _outputs(self, ids_CT: Tensor, _mask_CT: Tensor) -> Tensor:
+    def _outputs(self, texts: Padded) -> Tensor:
         """What the transformer returns, without its work."""
         width = self.model.encoder.part_width
         is_trained = not self.model.encoder.takes_vectors
-        return torch.zeros(len(ids_CT), width, requires_grad=is_trained)
+        return torch.zeros(len(texts.ids_BT), width, requires_grad=is_trained)
 
     def state(self) -> dict[str, int]:
         """Weights, tables and their optimisers' state."""
@@ -429,7 +427,7 @@ class _Probe:
                 rows.step(1, 1.0, norm, torch.zeros(()))
         texts = batch.texts
         together = [part for _, part in texts.chunks] if isinstance(texts, TextChunks) else [texts]
-        chunks = [[ids.shape for _, ids, _ in part.chunks] for part in together]
+        chunks = [[chunk[0].shape for chunk in part.chunks] for part in together]
         of_all = self.model.heads != "de" and batch.clf.ids is None
         return _Step(
             heads=live.peak - begin,

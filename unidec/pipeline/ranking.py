@@ -27,11 +27,10 @@ from unidec.pipeline import paths
 from unidec.progress import progress
 from unidec.ranking.exact_index import ExactIndex
 from unidec.ranking.fusion import CANDIDATES, Fusion, LabelEvidence
-from unidec.ranking.heads import Heads, Ranked, unit_rows
+from unidec.ranking.heads import Heads, PairScores, Ranked, unit_rows
 from unidec.ranking.neighbours import Neighbours, Vote
 from unidec.ranking.query_encoder import Encoded
 from unidec.ranking.ranker import Ranker, Voting
-from unidec.ranking.sparse import PairScores
 from unidec.training.precision import autocast_type
 
 if TYPE_CHECKING:

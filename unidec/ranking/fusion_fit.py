@@ -22,7 +22,8 @@ from unidec.model.losses import decoupled_softmax
 from unidec.model.pairs import Pairs
 from unidec.progress import progress
 from unidec.ranking.fusion import LIMIT, QUERIES_AT_ONCE, Evidence, Fusion, Network
-from unidec.ranking.sparse import Floats, PairScores, Rows
+from unidec.ranking.heads import PairScores
+from unidec.ranking.sparse import Floats, Rows
 from unidec.ranking.word_scores import WordScorer
 
 # hidden units of each fold's network; measured: benchmarks/results/fusion.md

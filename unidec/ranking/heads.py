@@ -19,20 +19,19 @@ false` it does not, and their inner product takes the place of the cosine."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from scipy.sparse import csr_matrix
 
 from unidec.errors import DataError
 from unidec.ranking.sparse import (
     Array,
     Floats,
-    PairScores,
     Rows,
     compiled_reordered,
-    first_keys,
     largest_of_each,
 )
 
@@ -247,6 +246,66 @@ class Ranked:
     knn_scores: Floats | None = None
     de_scores: Floats | None = None
     clf_scores: Floats | None = None
+
+
+@dataclass(frozen=True)
+class PairScores:
+    """Scores of pairs of a query and a label; a pair that is not stored has the score 0.
+
+    Attributes:
+        key_N: int64 [N], query * L + label, ascending and unique. score_N: float32 [N].
+        shape: (B, L).
+    """
+
+    key_N: Rows
+    score_N: Floats
+    shape: tuple[int, int]
+
+    @classmethod
+    def none(cls, shape: tuple[int, int]) -> PairScores:
+        """Scores without any stored pair."""
+        return cls(np.zeros(0, np.int64), np.zeros(0, np.float32), shape)
+
+    @classmethod
+    def of(cls, matrix_BL: csr_matrix) -> PairScores:
+        """Scores from the stored entries of a matrix with sorted indices."""
+        num_labels_B = np.diff(matrix_BL.indptr)
+        first_N = np.repeat(first_keys(*matrix_BL.shape), num_labels_B)
+        key_N = first_N + matrix_BL.indices
+        return cls(key_N, matrix_BL.data.astype(np.float32), matrix_BL.shape)
+
+    def relative(self) -> PairScores:
+        """Scores divided by the largest of their query; all must be positive."""
+        query_N = self.key_N // self.shape[1]
+        largest_B = np.zeros(self.shape[0], dtype=np.float32)
+        np.maximum.at(largest_B, query_N, self.score_N)
+        return replace(self, score_N=self.score_N / largest_B[query_N])
+
+    def at(self, key_P: Rows) -> Floats:
+        """Scores of the given pairs, float32 [P]."""
+        if not len(self.key_N):
+            return np.zeros(len(key_P), dtype=np.float32)
+        last = len(self.key_N) - 1
+        at_P = np.minimum(np.searchsorted(self.key_N, key_P), last)
+        is_stored_P = self.key_N[at_P] == key_P
+        return np.where(is_stored_P, self.score_N[at_P], np.float32(0))
+
+    def best(self, count: int) -> tuple[Floats, Rows]:
+        """Each query's `count` largest scores, largest first, and their keys: float32 and int64
+        [B, count]; 0 and -1 where there is none.
+        """
+        num_queries, num_labels = self.shape
+        begin_B = np.searchsorted(self.key_N, num_labels * np.arange(num_queries + 1))
+        place_BT = largest_of_each(begin_B, self.score_N, count)
+        if not len(self.key_N):
+            return np.zeros(place_BT.shape, dtype=np.float32), place_BT
+        score_BT = np.where(place_BT < 0, np.float32(0), self.score_N[place_BT])
+        return score_BT, np.where(place_BT < 0, -1, self.key_N[place_BT])
+
+
+def first_keys(num_queries: int, num_labels: int) -> Rows:
+    """Key of each query's first label, [B, 1]."""
+    return num_labels * np.arange(num_queries, dtype=np.int64)[:, None]
 
 
 @dataclass(frozen=True)

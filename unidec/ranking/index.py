@@ -27,8 +27,8 @@ from unidec.data.storage import write_file
 from unidec.model.faiss_library import faiss_module
 from unidec.progress import progress
 from unidec.ranking.faiss_file import read_index_file
-from unidec.ranking.heads import Heads, as_heads
-from unidec.ranking.sparse import Floats, Rows, first_keys
+from unidec.ranking.heads import Heads, as_heads, first_keys
+from unidec.ranking.sparse import Floats, Rows
 
 LEAST_CANDIDATES = 64
 """Fewest candidates that are scored exactly, even for one result: cheap, and a wrong first label is

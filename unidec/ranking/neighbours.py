@@ -23,8 +23,9 @@ section 2)."""
 
 from __future__ import annotations
 
+import threading
 from functools import cached_property
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -33,20 +34,20 @@ from scipy.sparse import csr_matrix, diags, identity, vstack
 
 from unidec.data.raw import text_array
 from unidec.model.words import WordSpace
-from unidec.ranking.heads import unit_rows
+from unidec.ranking.heads import PairScores, unit_rows
 from unidec.ranking.index import LabelIndex
 from unidec.ranking.sparse import (
-    LEAST_SHARE,
-    Ballots,
+    NOT_REACHED,
+    Array,
     Csr,
     Floats,
-    PairScores,
     Postings,
-    RowProducts,
     Rows,
-    Voters,
+    Sums,
     Workspace,
-    count_votes,
+    add,
+    compiled,
+    compiled_inline,
     keep_largest,
 )
 
@@ -55,6 +56,10 @@ VOTES: tuple[Vote, ...] = get_args(Vote)
 RIDGE = 1.0  # measured: benchmarks/results/votes.md
 TEMPERATURE = 0.05  # of the softmax vote; close to the temperature of the heads' own softmax
 _MOST_PRODUCTS = 1 << 20  # of neighbours with each other, in systems that are solved together
+# votes of a label's text for co-occurring labels: weight, and smallest share
+COMPANION = np.float32(0.5)
+LEAST_SHARE = np.float32(0.1)
+_ONE = np.float32(1)
 MOST_CO_OCCURRING = 128  # co-occurring labels stored for each label: the most frequent ones
 
 
@@ -127,10 +132,11 @@ class Neighbours:
             if words is None or label_words_LF is None:
                 raise ValueError("labels vote by their words, but those are missing")
             voting = vstack([voting, self.compared_labels], format="csr")
+            self._share_memory(voting)
             voted = vstack([voted, self._voted_by_labels()], format="csr")
         self.num_voters = voted.shape[0]
         voted.sort_indices()
-        self._voters = Voters(
+        self._voters = _Voters(
             self.num_queries, Csr.of(voted), Csr.of(self.labels_ML), self.label_counts
         )
         self._of_labels = Workspace(self.num_labels)
@@ -142,6 +148,16 @@ class Neighbours:
         else:
             self._postings = Postings(voting)
             self._products = RowProducts(voting)
+
+    def _share_memory(self, voting: csr_matrix) -> None:
+        """Keep the word vectors once: those that are compared are rows of `voting`."""
+        assert self.words is not None
+        num_queries = self.num_queries
+        self.compared_MD = _rows(voting, 0, num_queries)
+        self.compared_labels = _rows(voting, num_queries, voting.shape[0])
+        if not self.words.head:
+            self.vectors_MD = self.compared_MD
+            self.label_words_LF = self.compared_labels
 
     @property
     def num_queries(self) -> int:
@@ -274,8 +290,8 @@ class Neighbours:
         num_entries = np.where(row_BN < 0, 0, begin[row_BN + 1] - begin[row_BN]).sum()
         key_T = np.empty(num_entries, dtype=np.int64)
         vote_T = np.empty(num_entries, dtype=np.float32)
-        ballots = Ballots(weight_BN, row_BN, left_out)
-        num = count_votes(ballots, self._voters, self._of_labels.sums, key_T, vote_T)
+        ballots = _Ballots(weight_BN, row_BN, left_out)
+        num = _count_votes(ballots, self._voters, self._of_labels.sums, key_T, vote_T)
         order = np.argsort(key_T[:num])
         votes = PairScores(key_T[order], vote_T[order], (len(row_BN), self.num_labels))
         if self.vote in ("square", "softmax"):
@@ -283,8 +299,162 @@ class Neighbours:
         return votes
 
 
+def _rows(matrix: csr_matrix, begin: int, end: int) -> csr_matrix:
+    """Some consecutive rows; their entries are not copied."""
+    offsets = matrix.indptr[begin : end + 1]
+    entries = slice(offsets[0], offsets[-1])
+    shape = (end - begin, matrix.shape[1])
+    parts = (matrix.data[entries], matrix.indices[entries], offsets - offsets[0])
+    return csr_matrix(parts, shape=shape)
+
+
 def _rounded_to_float16(matrix: csr_matrix) -> csr_matrix:
     """A float32 copy with values rounded to float16."""
     out = csr_matrix(matrix, dtype=np.float32, copy=True)
     out.data = out.data.astype(np.float16).astype(np.float32)
     return out
+
+
+class RowProducts:
+    """Inner products of a matrix's rows with each other. Thread-safe.
+
+    Args:
+        matrix_RF: CSR [R, F].
+    """
+
+    def __init__(self, matrix_RF: csr_matrix) -> None:
+        self._rows = Csr.of(matrix_RF)
+        self._links = _Links(matrix_RF.shape[1])
+
+    def of(self, row_BN: Rows) -> Floats:
+        """Inner products of each query's rows, float32 [B, N, N]; 0 for row -1."""
+        num_queries, num_rows = row_BN.shape
+        product_BNN = np.zeros((num_queries, num_rows, num_rows), dtype=np.float32)
+        _products(self._rows, row_BN, self._links.last_F, product_BNN)
+        return product_BNN
+
+
+class _Links(threading.local):
+    """Each thread's own list of the last entry of each column, for `_products`."""
+
+    def __init__(self, num_columns: int) -> None:
+        self.last_F = np.full(num_columns, -1, dtype=np.int64)
+
+
+@compiled
+def _products(rows: Csr, row_BN: Array, last_F: Array, product_BNN: Array) -> None:
+    """Add up the products of each pair of entries in the same column: the entries of a column are
+    linked, the last one first.
+
+    Args:
+        last_F: last entry of each column, int64; all -1, as they are again afterwards.
+    """
+    num_rows = row_BN.shape[1]
+    for query in range(len(row_BN)):
+        num_entries = 0
+        for n in range(num_rows):
+            if row_BN[query, n] >= 0:
+                num_entries += rows.begin[row_BN[query, n] + 1] - rows.begin[row_BN[query, n]]
+        before_E = np.empty(num_entries, dtype=np.int64)
+        row_E = np.empty(num_entries, dtype=np.int64)
+        value_E = np.empty(num_entries, dtype=np.float32)
+        entry = 0
+        for n in range(num_rows):
+            row = row_BN[query, n]
+            if row < 0:
+                continue
+            for place in range(rows.begin[row], rows.begin[row + 1]):
+                column = rows.column[place]
+                value = rows.value[place]
+                before_E[entry] = last_F[column]
+                row_E[entry] = n
+                value_E[entry] = value
+                last_F[column] = entry
+                other = entry
+                while other >= 0:
+                    product_BNN[query, n, row_E[other]] += value * value_E[other]
+                    other = before_E[other]
+                entry += 1
+        for n in range(num_rows):
+            row = row_BN[query, n]
+            for m in range(n):
+                product_BNN[query, m, n] = product_BNN[query, n, m]
+            if row >= 0:
+                for place in range(rows.begin[row], rows.begin[row + 1]):
+                    last_F[rows.column[place]] = -1
+
+
+class _Voters(NamedTuple):
+    """What compiled code reads of the voters."""
+
+    num_queries: int
+    voted: Csr  # [voters, L]: labels of a training query; of a label, itself and co-occurring ones
+    labels_ML: Csr
+    label_counts: Array
+
+
+class _Ballots(NamedTuple):
+    """The voters of each query, their weights, and the training query that is left out, or -1."""
+
+    weight_BN: Array
+    row_BN: Array
+    left_out_B: Array
+
+
+@compiled_inline
+def _has(matrix: Csr, row: int, column: int) -> bool:
+    for place in range(matrix.begin[row], matrix.begin[row + 1]):
+        if matrix.column[place] == column:
+            return True
+    return False
+
+
+@compiled_inline
+def _share(voters: _Voters, voter: int, place: int, left_out: int) -> Any:
+    """Weight of a voter's vote for one of its labels, as if the training query `left_out` were
+    absent: that changes only the shares of the labels that it has.
+    """
+    share = voters.voted.value[place]
+    label = voters.voted.column[place]
+    voting_label = voter - voters.num_queries
+    if voting_label < 0 or voting_label == label:
+        return share
+    if left_out >= 0 and _has(voters.labels_ML, left_out, voting_label):
+        count = voters.label_counts[voting_label]
+        num_both = share * count
+        if _has(voters.labels_ML, left_out, label):
+            num_both -= _ONE
+        share = num_both / max(count - _ONE, _ONE)
+        if share < LEAST_SHARE:
+            return np.float32(0)
+    return COMPANION * share
+
+
+@compiled
+def _count_votes(
+    ballots: _Ballots, voters: _Voters, sums: Sums, key_T: Array, vote_T: Array
+) -> Any:
+    """Fill in the positive sums of votes, query by query; returns their number."""
+    num_labels = len(sums.total)
+    num_queries, num_voters = ballots.row_BN.shape
+    num_written = 0
+    for query in range(num_queries):
+        left_out = ballots.left_out_B[query]
+        num_reached = np.int64(0)
+        for n in range(num_voters):
+            weight = ballots.weight_BN[query, n]
+            if weight == 0:
+                continue
+            voter = ballots.row_BN[query, n]
+            for place in range(voters.voted.begin[voter], voters.voted.begin[voter + 1]):
+                label = voters.voted.column[place]
+                vote = weight * _share(voters, voter, place, left_out)
+                num_reached = add(sums, num_reached, label, vote)
+        for n in range(num_reached):
+            label = sums.reached[n]
+            if sums.total[label] > 0:
+                key_T[num_written] = query * num_labels + label
+                vote_T[num_written] = sums.total[label]
+                num_written += 1
+            sums.total[label] = NOT_REACHED
+    return num_written

@@ -21,6 +21,7 @@ from unidec.ranking.fusion import FEWEST_CANDIDATES, RESCORE, Fusion, LabelEvide
 from unidec.ranking.heads import (
     Candidates,
     Heads,
+    PairScores,
     Ranked,
     Space,
     allowed_keys,
@@ -29,7 +30,7 @@ from unidec.ranking.heads import (
 )
 from unidec.ranking.neighbours import Neighbours
 from unidec.ranking.query_encoder import Encoded
-from unidec.ranking.sparse import NO_ROWS, Floats, PairScores, Rows
+from unidec.ranking.sparse import NO_ROWS, Floats, Rows
 
 Head = Literal["de", "clf"]
 SINGLE_HEADS: tuple[Head, ...] = ("de", "clf")

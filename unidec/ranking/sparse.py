@@ -1,6 +1,6 @@
-"""Compiled loops over sparse arrays: sums that few entries reach, the largest scores of each query,
-an inverted index, and votes. No array of all rows or labels is made for a query: each thread keeps
-one, of which a query touches what it reaches.
+"""Compiled loops over sparse arrays: sums that few entries reach, the largest of many scores, and
+an inverted index. No array of all rows or labels is made for a query: each thread keeps one, of
+which a query touches what it reaches.
 
 numba compiles a function at its first call. The machine code is stored beside the source or in the
 user's cache folder (`NUMBA_CACHE_DIR`), so that only the first process compiles. Sums are in
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,10 +26,8 @@ Array = NDArray[Any]
 Floats = NDArray[np.float32]
 Rows = NDArray[np.int64]
 NOT_REACHED = np.float32(-np.inf)
-# votes of a label's text for co-occurring labels: weight, and smallest share
-COMPANION = np.float32(0.5)
-LEAST_SHARE = np.float32(0.1)
-_ONE = np.float32(1)
+_ROWS_AT_ONCE = 1 << 14  # their sums fit in a core's cache
+_GROUP = 64
 NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
@@ -66,7 +63,7 @@ class Csr(NamedTuple):
         """The same entries; arrays are copied only if their types differ."""
         return cls(
             matrix.indptr.astype(np.int64, copy=False),
-            matrix.indices.astype(np.uint32),
+            matrix.indices.astype(np.int32, copy=False).view(np.uint32),
             matrix.data.astype(np.float32, copy=False),
         )
 
@@ -104,7 +101,7 @@ def add(sums: Sums, num_reached: int, column: int, amount: float) -> Any:
     return num_reached
 
 
-def largest_of_each(begin_B: Array, score_N: Array, num: int) -> NDArray[np.int64]:
+def largest_of_each(begin_B: Array, score_N: Array, num: int) -> Rows:
     """Places of the `num` largest scores of each query, largest first, of equals the first one
     first: int64 [B, K], -1 where a query has fewer scores.
 
@@ -212,66 +209,6 @@ def _replace_root(score: Any, place: Any, score_K: Array, place_K: Array, num_ke
     place_K[at] = place
 
 
-@dataclass(frozen=True)
-class PairScores:
-    """Scores of pairs of a query and a label; a pair that is not stored has the score 0.
-
-    Attributes:
-        key_N: int64 [N], query * L + label, ascending and unique. score_N: float32 [N].
-        shape: (B, L).
-    """
-
-    key_N: Rows
-    score_N: Floats
-    shape: tuple[int, int]
-
-    @classmethod
-    def none(cls, shape: tuple[int, int]) -> PairScores:
-        """Scores without any stored pair."""
-        return cls(np.zeros(0, np.int64), np.zeros(0, np.float32), shape)
-
-    @classmethod
-    def of(cls, matrix_BL: csr_matrix) -> PairScores:
-        """Scores from the stored entries of a matrix with sorted indices."""
-        num_labels_B = np.diff(matrix_BL.indptr)
-        first_N = np.repeat(first_keys(*matrix_BL.shape), num_labels_B)
-        key_N = first_N + matrix_BL.indices
-        return cls(key_N, matrix_BL.data.astype(np.float32), matrix_BL.shape)
-
-    def relative(self) -> PairScores:
-        """Scores divided by the largest of their query; all must be positive."""
-        query_N = self.key_N // self.shape[1]
-        largest_B = np.zeros(self.shape[0], dtype=np.float32)
-        np.maximum.at(largest_B, query_N, self.score_N)
-        return replace(self, score_N=self.score_N / largest_B[query_N])
-
-    def at(self, key_P: Rows) -> Floats:
-        """Scores of the given pairs, float32 [P]."""
-        if not len(self.key_N):
-            return np.zeros(len(key_P), dtype=np.float32)
-        last = len(self.key_N) - 1
-        at_P = np.minimum(np.searchsorted(self.key_N, key_P), last)
-        is_stored_P = self.key_N[at_P] == key_P
-        return np.where(is_stored_P, self.score_N[at_P], np.float32(0))
-
-    def best(self, count: int) -> tuple[Floats, Rows]:
-        """Each query's `count` largest scores, largest first, and their keys: float32 and int64
-        [B, count]; 0 and -1 where there is none.
-        """
-        num_queries, num_labels = self.shape
-        begin_B = np.searchsorted(self.key_N, num_labels * np.arange(num_queries + 1))
-        place_BT = largest_of_each(begin_B, self.score_N, count)
-        if not len(self.key_N):
-            return np.zeros(place_BT.shape, dtype=np.float32), place_BT
-        score_BT = np.where(place_BT < 0, np.float32(0), self.score_N[place_BT])
-        return score_BT, np.where(place_BT < 0, -1, self.key_N[place_BT])
-
-
-def first_keys(num_queries: int, num_labels: int) -> Rows:
-    """Key of each query's first label, [B, 1]."""
-    return num_labels * np.arange(num_queries, dtype=np.int64)[:, None]
-
-
 class Postings:
     """An inverted index of the rows of a matrix. Thread-safe.
 
@@ -283,7 +220,8 @@ class Postings:
         columns = csr_matrix(matrix_RF.T, dtype=np.float32)
         columns.sort_indices()
         self._columns = Csr.of(columns)
-        self._of_rows = Workspace(matrix_RF.shape[0])
+        self._num_rows = matrix_RF.shape[0]
+        self._some_rows = _SomeRows()
 
     def search(
         self, queries: Csr, num: int, query_P: Rows = NO_ROWS, row_P: Rows = NO_ROWS
@@ -292,7 +230,7 @@ class Postings:
         the inner products of some pairs.
 
         Args:
-            query_P, row_P: pairs, ascending by query.
+            query_P, row_P: pairs, ascending by query, then by row.
 
         Returns:
             inner products float32 [B, K] and rows int64 [B, K], 0 and -1 where there is no result;
@@ -302,8 +240,9 @@ class Postings:
         score_BK = np.zeros((num_queries, num), dtype=np.float32)
         row_BK = np.full(score_BK.shape, -1, dtype=np.int64)
         score_P = np.zeros(len(row_P), dtype=np.float32)
-        begin_B = np.searchsorted(query_P, np.arange(num_queries + 1))
-        _read(queries, self._columns, self._of_rows.sums, begin_B, row_P, score_P, score_BK, row_BK)
+        pairs = _Pairs(np.searchsorted(query_P, np.arange(num_queries + 1)), row_P, score_P)
+        index = _Index(self._columns, self._num_rows)
+        _search(queries, index, self._some_rows.sums, pairs, score_BK, row_BK)
         return score_BK, row_BK, score_P
 
     def best(self, queries: Csr, num: int) -> tuple[Floats, Rows]:
@@ -312,186 +251,107 @@ class Postings:
         return score_BK, row_BK
 
     def at(self, queries: Csr, query_P: Rows, row_P: Rows) -> Floats:
-        """Inner products of some pairs, ascending by query: float32 [P]."""
+        """Inner products of some pairs, ascending by query, then by row: float32 [P]."""
         *_, score_P = self.search(queries, 0, query_P, row_P)
         return score_P
 
 
-class RowProducts:
-    """Inner products of a matrix's rows with each other. Thread-safe.
+class _Index(NamedTuple):
+    """What compiled code reads of an index: columns CSR [F, R], whose rows ascend."""
 
-    Args:
-        matrix_RF: CSR [R, F].
+    columns: Csr
+    num_rows: int
+
+
+class _Pairs(NamedTuple):
+    """Pairs in the order of their queries: the first of each query, and their inner products."""
+
+    begin_B: Array
+    row_P: Array
+    score_P: Array
+
+
+class _RowSums(NamedTuple):
+    """Sums of `_ROWS_AT_ONCE` rows, 0 between two uses; and whether a row of each group, of
+    `_GROUP` rows, was reached.
     """
 
-    def __init__(self, matrix_RF: csr_matrix) -> None:
-        self._rows = Csr.of(matrix_RF)
-        self._links = _Links(matrix_RF.shape[1])
-
-    def of(self, row_BN: Rows) -> Floats:
-        """Inner products of each query's rows, float32 [B, N, N]; 0 for row -1."""
-        num_queries, num_rows = row_BN.shape
-        product_BNN = np.zeros((num_queries, num_rows, num_rows), dtype=np.float32)
-        _products(self._rows, row_BN, self._links.last_F, product_BNN)
-        return product_BNN
+    total: NDArray[np.float32]
+    is_reached: NDArray[np.bool_]
 
 
-class _Links(threading.local):
-    """Each thread's own list of the last entry of each column, for `_products`."""
+class _SomeRows(threading.local):
+    """Each thread's own `_RowSums`."""
 
-    def __init__(self, num_columns: int) -> None:
-        self.last_F = np.full(num_columns, -1, dtype=np.int64)
+    def __init__(self) -> None:
+        total = np.zeros(_ROWS_AT_ONCE, dtype=np.float32)
+        self.sums = _RowSums(total, np.zeros(_ROWS_AT_ONCE // _GROUP, dtype=bool))
 
 
 @compiled
-def _read(
-    queries: Csr,
-    columns: Csr,
-    sums: Sums,
-    begin_B: Array,
-    row_P: Array,
-    score_P: Array,
-    score_BK: Array,
-    row_BK: Array,
+def _search(
+    queries: Csr, index: _Index, sums: _RowSums, pairs: _Pairs, score_BK: Array, row_BK: Array
 ) -> None:
-    num_results = score_BK.shape[1]
+    """Add up some rows at a time, whose sums fit in the processor's cache."""
+    begin_F = index.columns.begin
     for query in range(len(score_BK)):
-        num_reached = np.int64(0)
-        for entry in range(queries.begin[query], queries.begin[query + 1]):
-            column = queries.column[entry]
-            weight = queries.value[entry]
-            for place in range(columns.begin[column], columns.begin[column + np.uint32(1)]):
-                product = columns.value[place] * weight
-                num_reached = add(sums, num_reached, columns.column[place], product)
-        for pair in range(begin_B[query], begin_B[query + 1]):
-            score = sums.total[row_P[pair]]
-            if score != NOT_REACHED:
-                score_P[pair] = score
+        column_E = queries.column[queries.begin[query] : queries.begin[query + 1]]
+        weight_E = queries.value[queries.begin[query] : queries.begin[query + 1]]
+        next_E = begin_F[column_E].astype(np.uint64)  # entries that are not yet added
+        end_E = begin_F[column_E + np.uint32(1)].astype(np.uint64)
+        pair = pairs.begin_B[query]
         num_kept = np.int64(0)
-        least = np.float32(0)
-        for n in range(num_reached):
-            row = sums.reached[n]
-            score = sums.total[row]
-            sums.total[row] = NOT_REACHED
-            if score > 0 and score >= least and num_results > 0:
-                num_kept = keep(score, np.int64(row), score_BK[query], row_BK[query], num_kept)
-                if num_kept == num_results:
-                    least = score_BK[query, 0]
+        for first_row in range(0, index.num_rows, _ROWS_AT_ONCE):
+            after = first_row + _ROWS_AT_ONCE
+            for e in range(len(column_E)):
+                next_E[e] = _add_rows(
+                    index.columns, weight_E[e], next_E[e], end_E[e], np.uint32(first_row), sums
+                )
+            while pair < pairs.begin_B[query + 1] and pairs.row_P[pair] < after:
+                pairs.score_P[pair] = sums.total[pairs.row_P[pair] - first_row]
+                pair += 1
+            num_kept = _keep_sums(sums, first_row, score_BK[query], row_BK[query], num_kept)
         sort_kept(score_BK[query], row_BK[query], num_kept)
 
 
-@compiled
-def _products(rows: Csr, row_BN: Array, last_F: Array, product_BNN: Array) -> None:
-    """Add up the products of each pair of entries in the same column: the entries of a column are
-    linked, the last one first.
-
-    Args:
-        last_F: last entry of each column, int64; all -1, as they are again afterwards.
-    """
-    num_rows = row_BN.shape[1]
-    for query in range(len(row_BN)):
-        num_entries = 0
-        for n in range(num_rows):
-            if row_BN[query, n] >= 0:
-                num_entries += rows.begin[row_BN[query, n] + 1] - rows.begin[row_BN[query, n]]
-        before_E = np.empty(num_entries, dtype=np.int64)
-        row_E = np.empty(num_entries, dtype=np.int64)
-        value_E = np.empty(num_entries, dtype=np.float32)
-        entry = 0
-        for n in range(num_rows):
-            row = row_BN[query, n]
-            if row < 0:
-                continue
-            for place in range(rows.begin[row], rows.begin[row + 1]):
-                column = rows.column[place]
-                value = rows.value[place]
-                before_E[entry] = last_F[column]
-                row_E[entry] = n
-                value_E[entry] = value
-                last_F[column] = entry
-                other = entry
-                while other >= 0:
-                    product_BNN[query, n, row_E[other]] += value * value_E[other]
-                    other = before_E[other]
-                entry += 1
-        for n in range(num_rows):
-            row = row_BN[query, n]
-            for m in range(n):
-                product_BNN[query, m, n] = product_BNN[query, n, m]
-            if row >= 0:
-                for place in range(rows.begin[row], rows.begin[row + 1]):
-                    last_F[rows.column[place]] = -1
-
-
-class Voters(NamedTuple):
-    """What compiled code reads of the voters."""
-
-    num_queries: int
-    voted: Csr  # [voters, L]: labels of a training query; of a label, itself and co-occurring ones
-    labels_ML: Csr
-    label_counts: Array
-
-
-class Ballots(NamedTuple):
-    """The voters of each query, their weights, and the training query that is left out, or -1."""
-
-    weight_BN: Array
-    row_BN: Array
-    left_out_B: Array
-
-
 @compiled_inline
-def _has(matrix: Csr, row: int, column: int) -> bool:
-    for place in range(matrix.begin[row], matrix.begin[row + 1]):
-        if matrix.column[place] == column:
-            return True
-    return False
-
-
-@compiled_inline
-def _share(voters: Voters, voter: int, place: int, left_out: int) -> Any:
-    """Weight of a voter's vote for one of its labels, as if the training query `left_out` were
-    absent: that changes only the shares of the labels that it has.
+def _add_rows(
+    columns: Csr, weight: float, place: Any, end: Any, first_row: Any, sums: _RowSums
+) -> Any:
+    """Add the entries of a column to the sums of their rows; returns the first entry of the rows
+    after them. With unsigned numbers, compiled code need not check whether they are negative.
     """
-    share = voters.voted.value[place]
-    label = voters.voted.column[place]
-    voting_label = voter - voters.num_queries
-    if voting_label < 0 or voting_label == label:
-        return share
-    if left_out >= 0 and _has(voters.labels_ML, left_out, voting_label):
-        count = voters.label_counts[voting_label]
-        num_both = share * count
-        if _has(voters.labels_ML, left_out, label):
-            num_both -= _ONE
-        share = num_both / max(count - _ONE, _ONE)
-        if share < LEAST_SHARE:
-            return np.float32(0)
-    return COMPANION * share
+    while place < end:
+        row = columns.column[place] - first_row
+        if row >= np.uint64(_ROWS_AT_ONCE):
+            break
+        sums.total[row] += columns.value[place] * weight
+        sums.is_reached[row // np.uint64(_GROUP)] = True
+        place += np.uint64(1)
+    return place
 
 
 @compiled
-def count_votes(ballots: Ballots, voters: Voters, sums: Sums, key_T: Array, vote_T: Array) -> Any:
-    """Fill in the positive sums of votes, query by query; returns their number."""
-    num_labels = len(sums.total)
-    num_queries, num_voters = ballots.row_BN.shape
-    num_written = 0
-    for query in range(num_queries):
-        left_out = ballots.left_out_B[query]
-        num_reached = np.int64(0)
-        for n in range(num_voters):
-            weight = ballots.weight_BN[query, n]
-            if weight == 0:
-                continue
-            voter = ballots.row_BN[query, n]
-            for place in range(voters.voted.begin[voter], voters.voted.begin[voter + 1]):
-                label = voters.voted.column[place]
-                vote = weight * _share(voters, voter, place, left_out)
-                num_reached = add(sums, num_reached, label, vote)
-        for n in range(num_reached):
-            label = sums.reached[n]
-            if sums.total[label] > 0:
-                key_T[num_written] = query * num_labels + label
-                vote_T[num_written] = sums.total[label]
-                num_written += 1
-            sums.total[label] = NOT_REACHED
-    return num_written
+def _keep_sums(sums: _RowSums, first_row: int, score_K: Array, row_K: Array, num_kept: int) -> Any:
+    """Put the positive sums into the heap of the K largest; clears all sums. Returns the number in
+    the heap.
+    """
+    num_results = len(score_K)
+    least = score_K[0] if 0 < num_kept == num_results else np.float32(0)
+    for group in range(len(sums.is_reached)):
+        if not sums.is_reached[group]:
+            continue
+        sums.is_reached[group] = False
+        rows = range(group * _GROUP, (group + 1) * _GROUP)
+        num_above = np.int32(0)
+        for row in rows:
+            num_above += sums.total[row] > least
+        if num_above > 0 and num_results > 0:
+            for row in rows:
+                if sums.total[row] > least:  # of equal sums, the first row is kept
+                    num_kept = keep(sums.total[row], first_row + row, score_K, row_K, num_kept)
+                    if num_kept == num_results:
+                        least = score_K[0]
+        for row in rows:
+            sums.total[row] = 0
+    return num_kept

@@ -15,17 +15,16 @@ import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_matrix, diags
 
+from unidec.ranking.heads import PairScores, first_keys
 from unidec.ranking.neighbours import Neighbours
 from unidec.ranking.sparse import (
     NO_ROWS,
     Array,
     Csr,
     Floats,
-    PairScores,
     Postings,
     Rows,
     compiled,
-    first_keys,
     keep_largest,
 )
 
@@ -227,13 +226,13 @@ class WordScorer:
         self.num_votes = num_votes
         # sums of the word vectors of each label's training queries (PECOS: PIFA); normalised below
         sum_LF = csr_matrix(neighbours.labels_ML.T @ neighbours.compared_MD)
-        self._sum_LF = keep_largest(sum_LF, _PROFILE_WORDS)
-        norm_L = np.sqrt(_row_sums(self._sum_LF.multiply(self._sum_LF)))
+        sum_LF = keep_largest(sum_LF, _PROFILE_WORDS)
+        norm_L = np.sqrt(_row_sums(sum_LF.multiply(sum_LF)))
         self._norm_L = norm_L
         inverse_L = np.divide(1, norm_L, out=np.zeros_like(norm_L), where=norm_L > 0)
-        profile_LF = diags(inverse_L) @ self._sum_LF
+        self._profile_LF = diags(inverse_L) @ sum_LF
         self._labels = Postings(neighbours.compared_labels)
-        self._profiles = Postings(profile_LF)
+        self._profiles = Postings(self._profile_LF)
         self.by_first_words: WordScorer | None = None
         if neighbours.by_first_words is not None:
             self.by_first_words = WordScorer(neighbours.by_first_words, num_votes)
@@ -287,7 +286,9 @@ class WordScorer:
             cosine_O: cos(q, s).
         """
         norm_O = self._norm_L[label_O]
-        in_sum_OF = self._sum_LF[label_O].sign()  # a popular label's sum lacks some of its words
+        in_sum_OF = self._profile_LF[
+            label_O
+        ].sign()  # a popular label's sum lacks some of its words
         square_O = _row_sums(words_OF.multiply(words_OF).multiply(in_sum_OF))  # |q|^2
         product_O = cosine_O * norm_O  # q . s
         rest_O = product_O - square_O  # q . (s - q)

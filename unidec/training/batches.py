@@ -32,6 +32,8 @@ from unidec.training.gradient_cache import TextParts, cut_texts
 from unidec.training.own_columns import OwnColumns
 from unidec.training.sampler import Labels, encoded_labels, head_labels, weighs_by_propensity
 
+AHEAD = 2  # batches that are prepared for a GPU before the current one is done
+
 
 def query_pairs(dataset: XMCDataset) -> TrainingPairs:
     """The training queries and their pairs. Raises DataError: no training query has a positive."""
@@ -286,7 +288,7 @@ class Batches:
         self, batches: list[np.ndarray], epoch: int, first: int, negatives: np.ndarray | None
     ) -> Iterator[Prepared]:
         """Yields an epoch's prepared batches from number `first` on. For a GPU a thread prepares
-        the next batch while the current one is used.
+        the next `AHEAD` batches while the current one is used, and copies them from pinned memory.
         """
 
         def prepare(number: int) -> Prepared:
@@ -300,7 +302,7 @@ class Batches:
             upcoming: deque[Future[Prepared]] = deque()
             for number in numbers:
                 upcoming.append(thread.submit(prepare, number))
-                if len(upcoming) == 2:
+                if len(upcoming) > AHEAD:
                     yield upcoming.popleft().result()
             for last in upcoming:
                 yield last.result()

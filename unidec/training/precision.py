@@ -21,12 +21,18 @@ def choose_device(device: str) -> torch.device:
     thread, and batches are prepared in another thread.
 
     Raises:
-        ConfigError: "cuda" without a usable GPU.
+        ConfigError: "cuda" without a usable GPU, with torch's reason.
     """
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("no usable GPU", where="device", got="cuda", fix="device: auto or cpu")
+        try:
+            torch.cuda.init()
+            reason = "none is visible"
+        except (RuntimeError, AssertionError) as error:  # no driver, an old one, torch without CUDA
+            reason = str(error)
+        fix = "device: auto or cpu; or a driver and a build of torch that fit each other"
+        raise ConfigError("no usable GPU", where="device", got=reason, fix=fix)
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     number = os.environ.get("LOCAL_RANK", "0")
@@ -38,13 +44,24 @@ def autocast_type(precision: str, device: torch.device) -> torch.dtype | None:
 
     "auto" is bfloat16 on GPUs and processors that multiply it in hardware (AVX512-BF16 or AMX); on
     others it was measured to be three times slower than float32. The hardware's flags decide, so
-    the result on a machine is always the same."""
+    the result on a machine is always the same.
+
+    Raises:
+        ConfigError: "bf16" on a GPU that only emulates it.
+    """
     import torch
 
     use_bfloat16 = precision == "bf16"
-    if precision == "auto" and device.type == "cuda":
+    if precision != "fp32" and device.type == "cuda":
         # V100 and T4 emulate bfloat16, slower than float32
         use_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        if precision == "bf16" and not use_bfloat16:
+            raise ConfigError(
+                "this GPU has no bfloat16",
+                where="optim.precision",
+                got=f"bf16 on {torch.cuda.get_device_name(device)}",
+                fix="optim.precision: auto or fp32",
+            )
     elif precision == "auto":
         use_bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if use_bfloat16 else None

@@ -5,6 +5,7 @@ Legend: B queries in a batch, n training rows, L labels, W width of the encoder,
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -65,6 +66,23 @@ class Progress:
         """That of a checkpoint's state; of {}: nothing is done."""
         names = {each.name for each in fields(cls)}
         return cls(**{name: state[name] for name in names & state.keys()})
+
+
+@contextlib.contextmanager
+def _lost_card() -> Iterator[None]:
+    """Context that turns errors of a GPU into a `TrainingError`; they may appear long after their
+    cause.
+    """
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        raise TrainingError(
+            "the GPU failed",
+            where="a training step",
+            got=str(error).partition("\n")[0],
+            fix="start the training again: it resumes from its last checkpoint; or see the "
+            "driver's log (dmesg)",
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -259,6 +277,9 @@ class Trainer:
 
         Args:
             on_log: called on the first rank at logging steps, with the step and its figures.
+
+        Raises:
+            TrainingError: as `train_step`, or the GPU failed.
         """
         begin = time.perf_counter()
         first_step = self.at.step
@@ -275,6 +296,7 @@ class Trainer:
         self.model.train()
         self.ranks.barrier()  # start together, since steps have a short timeout
         with (
+            _lost_card(),
             stop_signals() as stop,
             progress(total=total, desc=title, unit="step") as bar,
             open(records, "a", encoding="utf-8") as history,

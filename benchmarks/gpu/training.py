@@ -1,20 +1,21 @@
-"""Sections of `gpu.py` that run the project's own trainer: correctness, step, refresh,
-synchronisations, compile.
+"""Sections that run the project's own trainer: correctness, step, refresh, synchronisations,
+compile.
 """
 
 from __future__ import annotations
 
-import time
+import functools
 import traceback
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from gpu_bench import Bench, of_step, seconds, some_batches, train, uniform
+from bench import Bench, launches, of_step, seconds, some_batches, train, uniform
 from no_waiting import NoWaiting
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from unidec.model import encoder_inputs
 from unidec.model.batch import Prepared
 from unidec.ranking.index import recall
 from unidec.training.gradient_cache import encode_texts
@@ -22,7 +23,7 @@ from unidec.training.precision import autocast_type
 from unidec.training.round_refresh import Refresh
 from unidec.training.trainer import LOG_EVERY, Trainer
 
-GPU_RECIPES = ("unidec-gpu", "unidec-gpu-long")
+GPU_RECIPES = ("unidec-gpu-paper", "unidec-gpu-long")
 ROUNDS = 5  # in which what is compared takes turns
 # most that the device may differ from the CPU in float32: losses, gradients, clusters' mean cosine,
 # and what share of the shortlist may be other labels (None: shown, not judged)
@@ -43,10 +44,6 @@ TOLERANCES = {
 def made(trainer: Trainer) -> Refresh:
     """What `trainer.refresh` wrote for the first round."""
     return Refresh.load(trainer.run_dir / "refresh" / "epoch-00000", 0)
-
-
-# -- correctness
-# --------------------------------------------------------------------------------------------------
 
 
 def correctness(bench: Bench) -> None:
@@ -115,14 +112,6 @@ def _compare(bench: Bench, recipe: str, precision: str, tolerance: str) -> None:
         bench.add("refresh: hard negatives that are others", other, "share", against, most=most[3])
 
 
-def _losses(trainer: Trainer, batch: Prepared) -> Tensor:
-    """Of a batch under set random numbers, float32 [losses] on the CPU."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        x_BW, _ = encode_texts(trainer.model.encoder, batch.texts, trainer.encoding.autocast)
-        return torch.stack(list(trainer.objective.losses(x_BW, batch, 0).values())).cpu()
-
-
 def _losses_and_gradients(trainer: Trainer, batch: Prepared) -> dict[str, Tensor]:
     """Both heads' losses [2], and the gradients of each part of the model one after another, on the
     CPU.
@@ -146,26 +135,82 @@ def _losses_and_gradients(trainer: Trainer, batch: Prepared) -> dict[str, Tensor
     return {"losses": losses.detach().cpu(), **found}
 
 
-# -- time
-# --------------------------------------------------------------------------------------------------
+FORMS = ("packed", "padded", "compiled")  # compiled: packed too
+ENCODERS = {"DistilBERT's size": 1, "MiniLM's size": 2}  # how many times narrower than `hidden`
 
 
 def step(bench: Bench) -> None:
-    """A step against the encoder's forward and backward pass on the same texts."""
-    trainer = bench.trainer(bench.params("unidec-gpu"))
-    trainer.made = uniform(trainer)
-    batches = some_batches(trainer, bench.sizes.steps)
-    bare_s, whole_s = _in_turn(bench, trainer, batches)
-    rows = trainer.made.batches(trainer.rows, trainer.batch_size, 0, 0)[: len(batches)]
-    ahead = lambda: train(trainer, trainer.batches.ahead(rows, 0, 0, trainer.made.negatives))  # noqa: E731
-    prepared_s = [seconds(bench.device, ahead) / len(rows) for _ in range(ROUNDS)]
-    sizes = of_step(trainer, batches[-1])
-    bench.add("encoder forward and backward", 1000 * _median(bare_s), "ms", sizes)
-    bench.add("step", 1000 * _median(whole_s), "ms", sizes)
-    bench.add("step with its batch prepared on the way", 1000 * _median(prepared_s), "ms", sizes)
-    for what, taken in (("step", whole_s), ("step with its batch", prepared_s)):
-        ratio = _median([one / other for one, other in zip(taken, bare_s, strict=True)])
-        bench.add(f"{what} / encoder alone", ratio, "", sizes, most=1.05, judged=bench.on_card)
+    """A step by part, and against the encoder's forward and backward pass on the same texts: texts
+    packed and padded.
+    """
+    sizes = bench.sizes
+    for name, narrower in ENCODERS.items():
+        encoder = str(bench.encoder(sizes.hidden // narrower, sizes.layers))
+        for form in FORMS if bench.on_card else ("padded",):
+            params = bench.params("unidec-gpu-paper", **{"encoder.name": encoder})
+            trainer = with_packs(bench.trainer(params), form != "padded")
+            if form == "compiled":
+                trainer.model.encoder.compile_transformer(bench.sizes.compiler)
+            trainer.made = uniform(trainer)
+            batches = some_batches(trainer, sizes.steps)
+            what = f"{name}, {form}, {of_step(trainer, batches[-1])}"
+            bare_s, whole_s = _in_turn(bench, trainer, batches)
+            rows = trainer.made.batches(trainer.rows, trainer.batch_size, 0, 0)[: len(batches)]
+            ahead = functools.partial(trainer.batches.ahead, rows, 0, 0, trainer.made.negatives)
+            prepared_s = [
+                seconds(bench.device, lambda: train(trainer, ahead())) / len(rows)  # noqa: B023
+                for _ in range(ROUNDS)
+            ]
+            whole = _median(whole_s)
+            bench.add("encoder forward and backward", 1000 * _median(bare_s), "ms", what)
+            bench.add("step", 1000 * whole, "ms", what)
+            prepared = _median(prepared_s)
+            bench.add("step with its batch prepared on the way", 1000 * prepared, "ms", what)
+            for part, (taken, count) in parts_of_step(bench, trainer, batches[-1]).items():
+                bench.add(f"of it alone: {part}", 1000 * taken, "ms", what)
+                bench.add(f"launches: {part}", count, "", what)
+            with FlopCounterMode(display=False) as counter:
+                train(trainer, batches[-1:])
+            bench.add("counted operations", counter.get_total_flops() / 1e12, "TFLOP", what)
+            rate = counter.get_total_flops() / 1e12 / whole
+            bench.add("their rate", rate, "TFLOP/s", what, origin="computed from the step's time")
+            for part, taken_s in (("step", whole_s), ("step with its batch", prepared_s)):
+                ratio = _median([one / other for one, other in zip(taken_s, bare_s, strict=True)])
+                bench.add(
+                    f"{part} / encoder alone", ratio, "", what, most=1.05, judged=bench.on_card
+                )
+
+
+def with_packs(trainer: Trainer, packs: bool) -> Trainer:
+    """A trainer whose transformer reads packed texts, or padded ones."""
+    build = replace(trainer.encoding.build, packs=packs)
+    trainer.encoding.build = trainer.batches.build = build
+    return trainer
+
+
+def parts_of_step(bench: Bench, trainer: Trainer, batch: Prepared) -> dict[str, tuple[float, int]]:
+    """Seconds and launches of each part of a step, with a wait behind each part."""
+    found: dict[str, Any] = {}
+
+    def encode() -> None:
+        found["x"], found["backward"] = encode_texts(
+            trainer.model.encoder, batch.texts, trainer.encoding.autocast
+        )
+
+    def losses() -> None:
+        by_name = trainer.objective.losses(found["x"], batch, 0)
+        found["loss"] = torch.stack(list(by_name.values())).sum()
+
+    def backward() -> None:
+        found["backward"](found["loss"])
+
+    def update() -> None:
+        norm = trainer.gradients.complete()
+        trainer.optimisers.step(trainer.at.step, norm, trainer.checks.failed)
+
+    parts = {"encoder": encode, "losses": losses, "backward": backward, "update": update}
+    times = {name: seconds(bench.device, run) for name, run in parts.items()}
+    return {name: (times[name], launches(bench.device, run)) for name, run in parts.items()}
 
 
 def _in_turn(
@@ -197,37 +242,19 @@ def _median(values: list[float]) -> float:
     return float(np.median(values))
 
 
-def chunks(bench: Bench) -> None:
-    """A step with short texts padded together up to several numbers of tokens; 0: 256 texts, as on
-    a CPU.
-    """
-    trainer = bench.trainer(bench.params("unidec-gpu"))
-    trainer.made = uniform(trainer)
-    tokens = encoder_inputs.GPU_CHUNK_TOKENS
-    try:
-        for most in (0, tokens // 2, tokens, 2 * tokens, 4 * tokens) if bench.on_card else (0,):
-            encoder_inputs.GPU_CHUNK_TOKENS = most
-            batches = some_batches(trainer, bench.sizes.steps)
-            _, whole_s = _in_turn(bench, trainer, batches)
-            cut = getattr(batches[-1].texts, "chunks", ())
-            sizes = f"{len(cut)} chunks, {of_step(trainer, batches[-1])}"
-            bench.add(f"step, up to {most} tokens together", 1000 * _median(whole_s), "ms", sizes)
-            bench.add(
-                "its tokens, with padding", sum(mask.numel() for _, _, mask in cut), "", sizes
-            )
-    finally:
-        encoder_inputs.GPU_CHUNK_TOKENS = tokens
-
-
 def refresh(bench: Bench) -> None:
-    """What share of a round of T = 5 epochs its clusters and hard negatives take."""
-    trainer = bench.trainer(bench.params("unidec-gpu", **{"pool.refresh": 5}))
+    """Two epochs as published, and what share of a round of T = 5 epochs its clusters and hard
+    negatives take.
+    """
+    trainer = bench.trainer(bench.params("unidec-gpu-paper", **{"pool.refresh": 5}))
     report: dict[str, Any] = {}
     refresh_s = seconds(bench.device, lambda: report.update(trainer.mine()))
     trainer.made = made(trainer)
-    rows = trainer.made.batches(trainer.rows, trainer.batch_size, 0, 0)
+    rows = []
+    for epoch in range(2):
+        rows += trainer.made.batches(trainer.rows, trainer.batch_size, 0, epoch)
     warm_up = rows[:3]
-    timed = rows[3 : 3 + bench.sizes.steps]
+    timed = rows[3:] if bench.on_card else rows[3 : 3 + bench.sizes.steps]
     train(trainer, trainer.batches.ahead(warm_up, 0, 0, trainer.made.negatives))
     steps = lambda: train(trainer, trainer.batches.ahead(timed, 0, 0, trainer.made.negatives))  # noqa: E731
     step_s = seconds(bench.device, steps) / len(timed)
@@ -247,47 +274,20 @@ def refresh(bench: Bench) -> None:
         sizes,
         origin=f"computed from the mean of {len(timed)} measured steps",
     )
+    whole = 20 * (refresh_s + round_s) / 3600
+    bench.add("100 epochs", whole, "h", sizes, origin="computed from refresh and steps")
     share = refresh_s / (refresh_s + round_s)
     bench.add("share of the refresh at T = 5", share, "", sizes, most=0.05, judged=bench.on_card)
-
-
-def compile_encoder(bench: Bench) -> None:
-    """What `run.compile` brings: steps, and what it changes of a step's losses."""
-    trainer = bench.trainer(bench.params("unidec-gpu"))
-    trainer.made = uniform(trainer)
-    batches = some_batches(trainer, bench.sizes.steps)
-    sizes = of_step(trainer, batches[-1])
-    train(trainer, batches)
-    as_it_is = _median(
-        [seconds(bench.device, lambda: train(trainer, batches)) for _ in range(ROUNDS)]
-    ) / len(batches)
-    before = _losses(trainer, batches[-1])
-    try:
-        begin = time.perf_counter()
-        trainer.model.encoder.compile_transformer(bench.sizes.compiler)
-        after = _losses(trainer, batches[-1])
-        first = time.perf_counter() - begin + seconds(bench.device, lambda: train(trainer, batches))
-        step_s = [seconds(bench.device, lambda: train(trainer, batches)) for _ in range(ROUNDS)]
-        compiled = _median(step_s) / len(batches)
-    finally:
-        torch.compiler.reset()
-    bench.add("step as it is", 1000 * as_it_is, "ms", sizes)
-    bench.add("step with run.compile", 1000 * compiled, "ms", sizes)
-    bench.add("compiled / as it is", compiled / as_it_is, "", sizes)
-    bench.add("compiling", first - len(batches) * compiled, "s", sizes)
-    bench.add(
-        "losses, relative difference", float((after - before).norm() / before.norm()), "", sizes
-    )
-
-
-# -- synchronisations
-# -------------------------------------------------------------------------------------------------
 
 
 def synchronisations(bench: Bench) -> None:
     """Steps between two logging steps in which the host waits for the device."""
     train_rows, labels, batch, pool = bench.sizes.small
-    for recipe, place in (("unidec-gpu", "device"), ("unidec-gpu", "host"), ("unidec", "device")):
+    for recipe, place in (
+        ("unidec-gpu-paper", "device"),
+        ("unidec-gpu-paper", "host"),
+        ("unidec", "device"),
+    ):
         values = {"run.table_place": place, "pool.batch_size": batch, "pool.size": pool}
         trainer = bench.trainer(bench.params(recipe, **values), train_rows, labels)
         trainer.made = uniform(trainer)

@@ -1,16 +1,22 @@
-"""What the sections of `gpu.py` share: sizes, figures with their origin, clocks, and trainers on
-synthetic data, whose tokens may exist only when they are asked for.
+"""What the runs of this folder share: sizes, figures with their origin, clocks, trainers on
+synthetic data, and the command line of a run.
 
 Everything takes the device as a value; what only CUDA has is behind the functions at the head of
-this file."""
+this file. Nothing is downloaded: encoders have random weights (the tokenizer is that of extra
+`minilm`), data are synthetic. Times of a step do not depend on the weights' values."""
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
+import os
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,22 +24,25 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from scipy.sparse import csr_matrix
-from synthetic import HashedTokens, Synthetic, Words, write_dataset, write_encoder, write_tokens
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from measure import machine, table
+from synthetic import Synthetic, Words, write_dataset, write_encoder, write_tokens
 
 from unidec.config import Params, load_params
 from unidec.data.dataset import XMCDataset
+from unidec.data.storage import write_bytes_atomic
 from unidec.data.tokens import TokenCache
 from unidec.model.batch import Prepared
 from unidec.model.sources import resolve_encoder
+from unidec.training.precision import choose_device
 from unidec.training.round_refresh import Refresh
 from unidec.training.trainer import Trainer, TrainingData
 
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 MAX_LENGTH = 32  # tokens of a text
 MINILM = "all-MiniLM-L6-v2"  # its tokenizer comes with extra `minilm`; no weights of it are used
-
-# -- the device
-# --------------------------------------------------------------------------------------------------
 
 
 def synchronize(device: torch.device) -> None:
@@ -84,8 +93,32 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the processor"
 
 
-# -- sizes and figures
-# ------------------------------------------------------------------------------------------------
+class Launches(TorchDispatchMode):
+    """Counts operators that are neither views nor allocations: about what a GPU is given to do."""
+
+    FREE = ("empty", "new_empty", "detach", "alias", "lift_fresh", "_unsafe_view", "_record_fun")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not func.is_view and not name.startswith(self.FREE):
+            self.by_name[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def launches(device: torch.device, run: Callable[[], Any]) -> int:
+    """Kernels that a GPU is given; without one operators."""
+    if device.type != "cuda":
+        with Launches() as counted:
+            run()
+        return counted.by_name.total()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        run()
+        synchronize(device)
+    return sum(each.count for each in profiled.key_averages() if "LaunchKernel" in each.key)
 
 
 @dataclass(frozen=True)
@@ -99,7 +132,6 @@ class Sizes:
         small: queries, labels, batch and pool of what is compared with the CPU; its encoder is
         small too.
         search: labels, queries and their width, of search and mining.
-        product: queries, pool labels, width of the encoder and of a head, of the products in bf16.
         compiler: torch.compile's backend.
     """
 
@@ -113,7 +145,6 @@ class Sizes:
     steps: int
     small: tuple[int, int, int, int]
     search: tuple[int, int, int]
-    product: tuple[int, int, int, int]
     compiler: str = "inductor"
 
 
@@ -130,24 +161,8 @@ SIZES = {
         20,
         (2048, 2000, 256, 700),
         (1_305_265, 8192, 384),
-        (1152, 3000, 768, 384),
     ),
-    "cpu": Sizes(
-        128,
-        2,
-        4096,
-        4000,
-        128,
-        350,
-        64,
-        8,
-        (512, 500, 64, 180),
-        (50_000, 1024, 64),
-        (1152, 3000, 768, 384),
-    ),
-    "tiny": Sizes(
-        64, 1, 96, 60, 16, 40, 16, 2, (96, 60, 16, 40), (300, 24, 16), (16, 40, 32, 16), "eager"
-    ),
+    "tiny": Sizes(64, 1, 96, 60, 16, 40, 16, 2, (96, 60, 16, 40), (300, 24, 16), "eager"),
 }
 
 
@@ -172,53 +187,6 @@ class Figure:
     ok: bool | None = None
 
 
-# -- data and trainers of any size
-# --------------------------------------------------------------------------------------------------
-
-NEGATIVES = 30  # eta x T
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """A training whose memory is measured: of LF-AmazonTitles-1.3M as UniDEC trains it, unless said
-    otherwise.
-    """
-
-    labels: int = 1_305_265
-    train: int = 140_544
-    batch: int = 1098
-    pool: int = 3000
-    dim: int = 256
-    hidden: int = 768
-    layers: int = 6
-    max_length: int = 32
-    dtype: str = "fp32"
-    state: str = "adam"
-    recompute: bool = False
-
-
-class VirtualDataset(XMCDataset):
-    """What a trainer asks of a data set, without texts on disk: for more labels than a disk should
-    hold.
-    """
-
-    def __init__(self, data: Synthetic, folder: Path) -> None:
-        self.path = folder
-        self.name = f"synthetic-{data.num_labels}"
-        self.manifest = {"meta": {"name": self.name, "num_labels": data.num_labels}, "files": {}}
-        self.sha256 = f"{data.num_train}-{data.num_labels}-{data.seed}"
-        self.num_queries = data.num_queries
-        self.num_labels = data.num_labels
-        self.split_N = np.repeat(np.array([0, 2], np.uint8), [data.num_train, data.num_test])
-        labels, offsets = data.positives(np.arange(data.num_queries))
-        shape = (data.num_queries, data.num_labels)
-        self.relevance = csr_matrix((np.ones(len(labels), np.float32), labels, offsets), shape)
-        self.filter_pairs = csr_matrix(shape, dtype=bool)
-
-    def query_uids(self, rows: Any = None) -> list[str]:
-        return [str(row) for row in rows]
-
-
 def stored_data(train: int, labels: int, folder: Path) -> tuple[XMCDataset, TokenCache, TokenCache]:
     """Synthetic data and their tokens in a folder."""
     data = Synthetic(Words(), train, max(1, train // 20), labels)
@@ -230,10 +198,6 @@ def stored_data(train: int, labels: int, folder: Path) -> tuple[XMCDataset, Toke
     return XMCDataset.open(folder / "dataset", verify=False), caches[0], caches[1]
 
 
-# -- what a section is given
-# --------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Bench:
     """What a section is given.
@@ -241,7 +205,7 @@ class Bench:
     Attributes:
         device: where it runs; sizes: how large; folder: for its data, which sections share.
         until: `time.monotonic()` when the time is over.
-        section: its name; figures: what all sections found.
+        section: its name; figures: what all sections found; save: writes them, after each section.
     """
 
     device: torch.device
@@ -250,6 +214,7 @@ class Bench:
     until: float = float("inf")
     section: str = ""
     figures: list[Figure] = field(default_factory=list)
+    save: Callable[[], Any] | None = None
     _data: dict[tuple[int, int], tuple[XMCDataset, TokenCache, TokenCache]] = field(
         default_factory=dict
     )
@@ -284,9 +249,6 @@ class Bench:
         ok = float(value) <= most if most is not None and judged else None  # NaN is not
         origin = origin or f"measured on {device_name(self.device)}"
         self.figures.append(Figure(self.section, what, value, unit, origin, sizes, goal, ok))
-
-    # -- trainers
-    # ----------------------------------------------------------------------------------------------
 
     def encoder(self, hidden: int, layers: int, *, to_compare: bool = False) -> Path:
         """A DistilBERT of random weights. What is compared between devices has no dropout, since
@@ -348,44 +310,6 @@ class Bench:
         return trainer
 
 
-def open_cell(bench: Bench, cell: Cell, run: Path) -> Trainer:
-    """A new run of a cell, whose data are made when they are asked for: its clusters are random and
-    its hard negatives uniform, so that two thirds of a pool's rows lie anywhere in the table.
-    """
-    data = Synthetic(Words(), cell.train, cell.train // 20 + 1, cell.labels)
-    tokenizer = resolve_encoder(MINILM)
-    tokens = [
-        HashedTokens(data, which, tokenizer, cell.max_length, run / which)
-        for which in ("queries", "labels")
-    ]
-    file = run / "params.yaml"
-    file.write_text("recipe: null\n", encoding="utf-8")
-    values = {
-        "device": bench.device.type,
-        "tokens.max_length": cell.max_length,
-        "encoder.name": str(bench.encoder(cell.hidden, cell.layers)),
-        "encoder.kind": "transformer",
-        "encoder.trainable_layers": -1,
-        "model.dim": cell.dim,
-        "model.clf_init": "xavier",
-        "model.clf_dtype": cell.dtype,
-        "optim.clf_state": cell.state,
-        "optim.epochs": 1000,
-        "run.recompute": cell.recompute,
-        "pool.batches": "random",
-        "pool.batch_size": cell.batch,
-        "pool.size": cell.pool,
-    }
-    dataset = VirtualDataset(data, run)
-    inputs = TrainingData(dataset, *tokens)  # type: ignore[arg-type]
-    trainer = Trainer(load_params(file, values).training, inputs, run, run / "cache")
-    shape = (dataset.num_queries, NEGATIVES)
-    negatives = np.random.default_rng(0).integers(0, cell.labels, shape, dtype=np.int32)
-    trainer.made = Refresh(negatives=negatives)
-    trainer.model.train()
-    return trainer
-
-
 def uniform(trainer: Trainer) -> Refresh:
     """Random batches and uniform hard negatives, in place of a refresh: two thirds of a pool lie
     anywhere.
@@ -418,3 +342,101 @@ def of_step(trainer: Trainer, batch: Prepared) -> str:
         f"{batch.counts.tokens} tokens, "
         f"{trainer.dataset.num_labels} labels, {trainer.settings.optim.precision}"
     )
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the program.
+
+    Attributes:
+        run: adds figures to the bench.
+        seconds: that it needs on the card, as a guess for the time budget.
+        check: its failure is the program's.
+    """
+
+    run: Callable[[Bench], None]
+    seconds: float
+    check: bool = False
+
+
+def run_sections(bench: Bench, sections: Mapping[str, Section]) -> int:
+    """Run sections one after the other; the exit code: 1 if a check failed."""
+    failed = False
+    for name, section in sections.items():
+        begin = time.monotonic()
+        bench.section, first = name, len(bench.figures)
+        needed = section.seconds if bench.on_card else 0
+        if bench.left < needed:
+            why = f"{max(0.0, bench.left):.0f} s left, about {needed:g} s needed"
+            bench.figures.append(Figure(name, "skipped", why, "", "nothing was run", "", "", None))
+            continue
+        print(f"{name} ...", flush=True)
+        try:
+            section.run(bench)
+        except Exception as error:  # whatever it is, the other sections run
+            traceback.print_exc()
+            what = f"{type(error).__name__}: {str(error)[:300]}"
+            bench.figures.append(
+                Figure(name, "failed", what, "", "an error", "", "no error", False)
+            )
+        clean_up(bench.device)
+        if bench.save is not None:
+            bench.save()
+        failed |= section.check and any(figure.ok is False for figure in bench.figures[first:])
+        took = time.monotonic() - begin
+        bench.figures.append(Figure(name, "the section took", took, "s", "measured", ""))
+    return int(failed)
+
+
+def as_table(figures: Sequence[Figure]) -> str:
+    """In Markdown."""
+    verdict = {None: "", True: "met", False: "**not met**"}
+    rows = [
+        (f.section, f.what, _shown(f.value), f.unit, f.goal, verdict[f.ok], f.origin, f.sizes)
+        for f in figures
+    ]
+    return table(("section", "figure", "value", "unit", "goal", "verdict", "origin", "sizes"), rows)
+
+
+def _shown(value: float | str) -> str:
+    if isinstance(value, str):
+        return value.replace("|", "/").replace("\n", "; ")
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def write(out: Path, bench: Bench, form: str) -> str:
+    """`<out>.md`; the table."""
+    found = as_table(bench.figures)
+    loads = " ".join(f"{load:.1f}" for load in os.getloadavg())
+    about = machine() | {"load of the last minutes": loads}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    where = ", ".join(f"{key}: {value}" for key, value in about.items())
+    text = f"# Run {out.name}, form `{form}`\n\n{where}\n\n{found}\n"
+    write_bytes_atomic(out.with_name(f"{out.name}.md"), text.encode())
+    return found
+
+
+def main(name: str, sections: Mapping[str, Section], words: Sequence[str] | None = None) -> int:
+    """The command line of a run; its exit code."""
+    parser = argparse.ArgumentParser(description=f"run {name}")
+    parser.add_argument("--only", action="append", choices=list(sections), help="this section")
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="sections that would not fit are skipped (9)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS / f"gpu-{name}", help="of the file, without ending"
+    )
+    parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
+    parser.add_argument("--form", choices=list(SIZES), help="sizes (card with a GPU, else tiny)")
+    options = parser.parse_args(words)
+    until = time.monotonic() + 60 * options.minutes
+    device = choose_device(options.device)
+    form = options.form or ("card" if device.type == "cuda" else "tiny")
+    with tempfile.TemporaryDirectory(prefix="unidec-gpu-") as folder:
+        bench = Bench(device, SIZES[form], Path(folder), until)
+        bench.save = lambda: write(options.out, bench, form)
+        torch.manual_seed(0)
+        chosen = {each: sections[each] for each in options.only or sections}
+        code = run_sections(bench, chosen)
+        print(write(options.out, bench, form))
+    return code
