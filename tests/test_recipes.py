@@ -176,7 +176,7 @@ SPEC = {
         "pool.clf_labels": "pool",
     },
     "depsl": ENCODER_ALONE | {"loss.de": "ds", "model.temperature": 0.02},  # the paper: 1 / 18
-    "depsl-query2bid": ENCODER_ALONE
+    "depsl-gpu-query2bid": ENCODER_ALONE
     | {
         "loss.de": "ds",
         "loss.de_forward": 1.0,
@@ -278,7 +278,7 @@ OTHER_ENCODER = {
     "unidec-gpu",
     "unidec-gpu-paper",
     "unidec-gpu-long",
-    "depsl-query2bid",
+    "depsl-gpu-query2bid",
     "inceptionxml",
     "inceptionxml-lf",
     "graphsage",

@@ -287,6 +287,7 @@ class Bench:
                 "encoder.name": str(self.encoder(sizes.hidden, sizes.layers)),
                 "tokens.max_length": MAX_LENGTH,
                 "pool.batch_size": sizes.batch,
+                "pool.start_epoch": 0,  # clusters and hard negatives from the first step on
                 "pool.size": sizes.pool,
                 "model.dim": sizes.dim,
             }

@@ -69,6 +69,7 @@ def _compare(bench: Bench, recipe: str, precision: str, tolerance: str) -> None:
         "encoder.dropout": 0.0,
         "encoder.bag_dropout": 0.0,
         "model.dropout": 0.0,
+        "model.clf_dropout": 0.0,
         "model.dim": 64,
         "pool.batch_size": batch,
         "pool.size": pool,

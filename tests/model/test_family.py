@@ -238,7 +238,7 @@ FORMULAS = {
     "inceptionxml": lambda c: decoupled(c.clf / TAU, *c.every),
     "inceptionxml-lf": of_classifier,
     "depsl": lambda c: both_ways(decoupled, c.de / 0.02, *c.pool),
-    "depsl-query2bid": lambda c: decoupled(c.de / TAU, *c.pool),
+    "depsl-gpu-query2bid": lambda c: decoupled(c.de / TAU, *c.pool),
     "supconde": lambda c: both_ways(supcon, c.de / TAU, *c.pool),
     "dpr": lambda c: infonce(c.de / TAU, c.picked, c.pool[1]),
     "simcse": lambda c: infonce(c.de / DEXML_TAU, *c.pool),

@@ -331,6 +331,9 @@ class Loss(Section):
     mixup_alpha: Positive = key(
         0.4, "alpha of the Beta distribution of mixing weights; small values mix little"
     )
+    synonyms: BelowOne = key(
+        0.0, "share of a query's tokens that a step replaces by similar ones (synonym replacement)"
+    )
 
 
 class Optim(Section):

@@ -5,7 +5,7 @@ Legend: L labels, C clusters of labels, N queries, D width of a head, W width of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 
 from unidec.config import Encoder, Model, Pool, TrainingSettings
 from unidec.data.dataset import XMCDataset
+from unidec.data.tokens import Tokens
 from unidec.methods.auxiliary import AUXILIARY, new_vectors, with_auxiliary
 from unidec.methods.cluster_tree import TREE, LabelTree, TreeLoss
 from unidec.methods.gandalf import with_label_queries
@@ -30,6 +31,7 @@ from unidec.methods.query_rows import QueryTexts
 from unidec.methods.residual_rows import RELATED_GATE, RelatedTexts, ResidualRows, new_related_gate
 from unidec.methods.simcse import texts_as_labels
 from unidec.methods.surrogate import ClusterRows
+from unidec.methods.synonyms import Synonyms, similar_tokens
 from unidec.model.additions import Additions, Exported, Methods, Part, Rows, TextInput
 from unidec.model.pool import PoolSampler, TrainingPairs, num_clusters
 from unidec.model.unidec import UniDEC
@@ -132,8 +134,14 @@ def chosen_methods(
     rows: Rows,
     pairs: TrainingPairs,
     autocast: Callable[[], AbstractContextManager[Any]],
+    *,
+    tokens: Mapping[str, Tokens] | None = None,
 ) -> tuple[Methods, TrainingPairs]:
-    """The methods of a training whose clusters of labels are known, and the pairs that it uses."""
+    """The methods of a training whose clusters of labels are known, and the pairs that it uses.
+
+    Args:
+        tokens: of the texts by source; None: they are not changed, whatever the settings.
+    """
     tree: TreeLoss | None = None
     if settings.model.levels:
         tree = _tree_loss(settings, model, pairs, autocast)
@@ -146,8 +154,15 @@ def chosen_methods(
         reads_labels=settings.model.auxiliary > 0,
         export=partial(export_of, settings.model, rows),
         shortlister=tree if settings.pool.shortlist else None,
+        texts=_synonyms(settings.loss.synonyms, model, tokens),
     )
     return methods, pairs
+
+
+def _synonyms(share: float, model: UniDEC, tokens: Mapping[str, Tokens] | None) -> Synonyms | None:
+    if not share or tokens is None:
+        return None
+    return Synonyms(share, similar_tokens(model.tokenizer_folder, tokens))
 
 
 def export_of(settings: Model, rows: Rows) -> Exported:

@@ -21,8 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from unidec.config import Encoder, Model
+from unidec.data.tokens import Tokens
 from unidec.model.batch import Prepared
 from unidec.model.encoder import TokenLayers
+from unidec.model.encoder_inputs import Parts
 from unidec.model.pairs import PoolTargets
 from unidec.model.pool import PoolBatch
 
@@ -160,6 +162,15 @@ class Change(Drawing, Protocol):
         """The encoder's outputs and the batch, changed."""
 
 
+class TextChange(Protocol):
+    """A change of the texts of a step's queries."""
+
+    def apply(self, parts: Parts, drawn: Drawn) -> tuple[str, Tokens, np.ndarray]:
+        """The changed texts of all queries of the batch, as a source of its own: name, tokens, rows
+        int64 [B].
+        """
+
+
 class Shortlister(Protocol):
     """Chooses the labels from which hard negatives are drawn, in place of the nearest ones."""
 
@@ -184,6 +195,7 @@ class Methods:
             their texts alone.
         export: returns how the model is exported.
         shortlister: None: hard negatives are the nearest labels.
+        texts: changes the queries' texts.
     """
 
     rows: Rows
@@ -192,6 +204,7 @@ class Methods:
     reads_labels: bool = False
     export: Callable[[], Exported] = Exported
     shortlister: Shortlister | None = None
+    texts: TextChange | None = None
 
     def draw(self, drawn: Drawn) -> tuple[dict[str, Any], np.ndarray]:
         """By name what methods need for a batch; rows of further queries to encode, int64 [M]."""

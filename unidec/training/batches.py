@@ -232,7 +232,12 @@ class Batches:
         others = self.texts.of_queries(further) if len(further) else []
         rows_B = drawn.pool.rows_B
         own_rows = self.ranks.own(rows_B)
-        own_texts = self.texts.parts(own_rows) + label_texts(own_labels) + others
+        own_queries = self.texts.parts(own_rows)
+        if self.methods.texts is not None:
+            # drawn for the queries of all ranks, so that their number does not matter
+            source, tokens, places = self.methods.texts.apply(self.texts.parts(rows_B), drawn)
+            own_queries = [(source, tokens, self.ranks.own(places))]
+        own_texts = own_queries + label_texts(own_labels) + others
         all_texts = self.texts.parts(rows_B) + label_texts(drawn.encoded) + others
         lengths = [tokens.lengths(rows) for _, tokens, rows in all_texts]
         counts = TextCounts(

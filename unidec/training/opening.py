@@ -126,7 +126,9 @@ def open_training(
     state = checkpoint.state if checkpoint is not None else {}
     if ranks.is_first:
         _drop_later_lines(place.run_dir, state)
-    methods, pairs = chosen_methods(settings, model, rows, pairs, encoding.autocast)
+    methods, pairs = chosen_methods(
+        settings, model, rows, pairs, encoding.autocast, tokens=data.tokens
+    )
     batches = Batches(
         settings,
         texts,
