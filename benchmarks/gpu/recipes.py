@@ -21,7 +21,7 @@ from bench import RESULTS, machine, table
 from unidec.comparison import cell
 from unidec.comparison.workspace import Step, load_comparison, select
 from unidec.config import parse_overrides
-from unidec.data.storage import write_bytes_atomic
+from unidec.data.storage import read_json_lines, write_bytes_atomic
 from unidec.errors import TrainingError
 
 FILE = "comparison/minilm.yaml"
@@ -52,19 +52,18 @@ def report(steps: Sequence[Step], title: str) -> str:
     """What the steps' results say: metrics of the test split, validation curves, costs."""
     rows = []
     for step in steps:
-        result = step.result()
         if step.spec["kind"] == "data":
             continue
-        if result is None:
-            rows.append((step.name, step.failure() or "not run", *[""] * 7))
-            continue
-        curve = [line["nDCG@5"] for line in result.get("curve", []) if "nDCG@5" in line]
+        rounds = sorted(step.folder.glob("runs/*/rounds.jsonl"))  # of a stopped training, too
+        lines = [line for file in rounds for line in read_json_lines(file)]
+        result = step.result() or {"metrics": {}, "costs": {}, "curve": lines}
+        curve = [line["validation"]["nDCG@5"] for line in result["curve"] if "validation" in line]
         values = [result["metrics"].get(name) for name in METRICS]
         seconds = [result["costs"].get(name) for name in COSTS]
         numbers = ["" if x is None else f"{x:.1f}" for x in (*values, *seconds)]
-        rows.append((step.name, ", ".join(f"{x:.1f}" for x in curve), *numbers))
+        rows.append((step.name, " ".join(f"{x:.1f}" for x in curve), *numbers, step.failure()))
     where = ", ".join(f"{key}: {value}" for key, value in machine().items())
-    head = ("run", "validation nDCG@5, heads alone", *METRICS, *COSTS)
+    head = ("run", "validation nDCG@5, heads alone", *METRICS, *COSTS, "failure")
     return f"# {title}\n\n{where}\n\n{table(head, rows)}\n"
 
 

@@ -194,22 +194,37 @@ def test_the_list_names_each_program_and_each_program_its_limit():
     listed = re.findall(r"`python benchmarks/gpu/(\w+\.py)`", (folder / "README.md").read_text())
     assert listed == sorted(file.name for file in folder.glob("0*.py"))
     assert [name[:2] for name in listed] == [f"{n:02d}" for n in range(1, len(listed) + 1)]
+    places = re.findall(r'"(tests/[\w/.]+)"', (folder / "01_tests.py").read_text())
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        if "pytest.mark." + "cuda" in file.read_text(encoding="utf-8"):
+            path = file.relative_to(ROOT)
+            assert any(path.is_relative_to(place) for place in places), path
 
 
 def test_cells_that_have_a_result_are_kept_and_the_others_reported(runs, tmp_path, monkeypatch):
     """Runs 3 and 4, without a training."""
+    curve = [{"epoch": 5}, {"epoch": 10, "validation": {"nDCG@5": 49.8}}]
     metrics = {"P@1": 55.0, "nDCG@5": 53.5, "PSP@5": 36.0, "R@100": 84.0}
-    result = {"metrics": metrics, "costs": {"train_seconds": 60.0}, "curve": [{"nDCG@5": 49.8}]}
+    result = {"metrics": metrics, "costs": {"train_seconds": 60.0}, "curve": curve}
     done = SimpleNamespace(
-        name="done", spec={"kind": "recipe"}, is_done=lambda: True, result=lambda: result
+        name="done",
+        folder=tmp_path,
+        spec={"kind": "recipe"},
+        is_done=lambda: True,
+        result=lambda: result,
+        failure=lambda: "",
     )
     lost = SimpleNamespace(
         name="lost",
+        folder=tmp_path / "lost",
         spec={"kind": "recipe"},
         is_done=lambda: False,
         result=lambda: None,
-        failure=lambda: "",
+        failure=lambda: "no memory",
     )
+    stopped_run = tmp_path / "lost/runs/x"
+    stopped_run.mkdir(parents=True)
+    (stopped_run / "rounds.jsonl").write_text('{"validation": {"nDCG@5": 45.7}}\n')
 
     def stopped(step, environment, stopping):
         raise TrainingError("stopped", where=step.name)
@@ -218,8 +233,8 @@ def test_cells_that_have_a_result_are_kept_and_the_others_reported(runs, tmp_pat
     monkeypatch.setattr(runs.recipes.cell, "COMMAND", ())
     runs.recipes.run_steps([done, lost], 60, tmp_path / "gpu-table.md")
     table = (tmp_path / "gpu-table.md").read_text()
-    assert "| done | 49.8 | 55.0 | 53.5 | 36.0 | 84.0 | 60.0 |  |  |" in table
-    assert "| lost | not run |" in table
+    assert "| done | 49.8 | 55.0 | 53.5 | 36.0 | 84.0 | 60.0 |  |  |  |" in table
+    assert "| lost | 45.7 |  |  |  |  |  |  |  | no memory |" in table
 
 
 @pytest.fixture
