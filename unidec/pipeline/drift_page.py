@@ -42,15 +42,6 @@ class Comparison:
     docs: str = ""
 
     @property
-    def drifted(self) -> bool:
-        """Whether any figure drifted."""
-        return any(check.drifted for check in self.checks)
-
-    @property
-    def findings(self) -> list[dict[str, object]]:
-        """The checks for JSON."""
-        return [check.to_json() for check in self.checks]
-
     def charts(self) -> list[Chart | None]:
         """The lengths of queries and labels, and the scores of the best labels, of both sides."""
         old = self.old
@@ -78,8 +69,8 @@ class Comparison:
         title = f"Length of {which}"
         return bar_chart(title, edges, bars, "percent", x_label="characters from")
 
-    def write(self, folder: Path) -> None:
-        """Write drift.json and index.html into a folder."""
+    def write(self, folder: Path) -> dict[str, Any]:
+        """Write drift.json and index.html into a folder; returns what was found."""
         head = ["word", *self.names]
         moved = moved_words(self.old, self.new) if self.old and self.new else []
         html = render(
@@ -90,12 +81,18 @@ class Comparison:
             facts_shown=self.facts,
             reason=self.reason,
             docs=self.docs,
-            distributions=self.charts(),
+            distributions=self.charts,
             words=Table(head, moved, caption="Words that moved most, by share of all words"),
         )
-        found = {"drifted": self.drifted, "findings": self.findings, "reason": self.reason}
+        found = {
+            "drifted": any(check.drifted for check in self.checks),
+            "findings": [check.to_json() for check in self.checks],
+            "judged": not self.reason,
+            "reason": self.reason,
+        }
         write_json(folder / FINDINGS, {**found, **self.more})
         (folder / PAGE).write_text(html, encoding="utf-8")
+        return found
 
 
 def moved_words(*sides: Side) -> list[list[str]]:
@@ -104,16 +101,15 @@ def moved_words(*sides: Side) -> list[list[str]]:
     Each side has only its most frequent words; any other word counts with the share of the rarest
     of them.
     """
-    shares = []
+    import pandas as pd
+
+    columns = []
     for side in sides:
         words = side["queries"]["words"]
-        total = max(words["count"], 1)
-        shares.append({word: count / total for word, count in words["top"].items()})
-    old, new = shares
-    least_old, least_new = (min(of.values(), default=0.0) for of in shares)
-    change = {}
-    for word in {**old, **new}:
-        change[word] = abs(new.get(word, least_new) - old.get(word, least_old))
-    moved = sorted(change, key=lambda word: (-change[word], word))[:_MOVED_WORDS]
-    shown = [[f"{of[word]:.2%}" if word in of else "–" for of in shares] for word in moved]
-    return [[word, *cells] for word, cells in zip(moved, shown, strict=True)]
+        count = pd.Series(words["top"], dtype=float)
+        columns.append(count / max(words["count"], 1))
+    share = pd.concat(columns, axis=1).sort_index()
+    old, new = share.fillna(share.min()).fillna(0.0).to_numpy().T
+    moved = (-abs(new - old)).argsort(kind="stable")[:_MOVED_WORDS]
+    cells = share.iloc[moved].map("{:.2%}".format, na_action="ignore").fillna("–")
+    return cells.reset_index().to_numpy().tolist()
