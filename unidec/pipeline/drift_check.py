@@ -226,8 +226,7 @@ def _beside_champion(params: Params, dataset: XMCDataset) -> _Beside:
     before = set(read_labels(bundle, info.num_labels)["uid"].to_pylist())
     now = set(dataset.label_uids())
     left = len(before - now) / max(len(before), 1)
-    added = len(now - before) / max(len(now), 1)
-    new["label_changes"] = {"left": left, "new": added}
+    new["label_changes"] = {"left": left, "new": len(now - before) / max(len(now), 1)}
     return _Beside(accepted=accepted, reason="", old=profile, new=new)
 
 
@@ -352,8 +351,11 @@ def _of_bundle(folder: Path, source: str) -> tuple[Side, Path]:
     no profile.
     """
     if (profile := read_profile(folder)) is None:
-        fix = "`unidec index build` writes one"
-        raise ArtifactError("the bundle has no profile of its training data", where=source, fix=fix)
+        raise ArtifactError(
+            "the bundle has no profile of its training data",
+            where=source,
+            fix="`unidec index build` writes one",
+        )
     return profile, folder / _TOKENIZER
 
 
@@ -424,8 +426,12 @@ def _track(params: Params, result: WindowDrift, checks: Sequence[Check], name: s
     """
     tracker = Tracker(f"{params.tracking.experiment}-monitor")
     tags = {"drifted": str(result.drifted).lower(), "bundle.sha256": result.model["bundle_sha256"]}
-    facts = {"queries": result.queries, "bundle": result.model["source"]}
-    tracker.start(Path(result.page).parent, facts, tags, run_name=name)
+    tracker.start(
+        Path(result.page).parent,
+        {"queries": result.queries, "bundle": result.model["source"]},
+        tags,
+        run_name=name,
+    )
     figures = {f"drift/{check.key}": float(check.new) for check in checks}
     tracker.log_final(figures | {"drift/drifted": float(result.drifted)})
     tracker.log_files([result.page, result.result])

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from unidec.data.profile import LENGTH_EDGES
 from unidec.data.storage import write_json
 from unidec.evaluation.drift import Check
@@ -49,29 +51,28 @@ class Comparison:
         both = [which for which in ("queries", "labels") if which in old and which in new]
         charts = [self._lengths(which) for which in both]
         if old.get("served") and new.get("served"):
-            scores = [side["served"]["score_quantiles"] for side in (old, new)]
-            lines = [
-                Line(name, range(len(of)), of) for name, of in zip(self.names, scores, strict=True)
-            ]
+            lines = []
+            for name, side in zip(self.names, (old, new), strict=True):
+                scores = side["served"]["score_quantiles"]
+                lines.append(Line(name, range(len(scores)), scores))
             title = "Score of the best label"
             charts.append(line_chart(title, lines, "percent of queries", "top score at most"))
         return charts
 
     def _lengths(self, which: str) -> Chart | None:
-        counts = [side[which]["length"]["histogram"] for side in (self.old, self.new)]
-        filled = [number for number, pair in enumerate(zip(*counts, strict=True)) if any(pair)]
-        shown = slice(min(filled, default=0), max(filled, default=0) + 1)
-        bars = []
-        for name, side in zip(self.names, counts, strict=True):
-            total = max(sum(side), 1)
-            bars.append((name, [100 * count / total for count in side[shown]]))
+        sides = (self.old, self.new)
+        counts = np.array([side[which]["length"]["histogram"] for side in sides])
+        filled = np.flatnonzero(counts.any(axis=0)).tolist() or [0]
+        shown = slice(filled[0], filled[-1] + 1)
+        totals = np.maximum(counts.sum(axis=1, keepdims=True), 1)
+        percent = 100 * counts[:, shown] / totals
+        bars = list(zip(self.names, percent.tolist(), strict=True))
         edges = [str(edge) for edge in LENGTH_EDGES[shown]]
         title = f"Length of {which}"
         return bar_chart(title, edges, bars, "percent", x_label="characters from")
 
     def write(self, folder: Path) -> dict[str, Any]:
         """Write drift.json and index.html into a folder; returns what was found."""
-        head = ["word", *self.names]
         moved = moved_words(self.old, self.new) if self.old and self.new else []
         html = render(
             "drift",
@@ -82,7 +83,11 @@ class Comparison:
             reason=self.reason,
             docs=self.docs,
             distributions=self.charts,
-            words=Table(head, moved, caption="Words that moved most, by share of all words"),
+            words=Table(
+                ["word", *self.names],
+                moved,
+                caption="Words that moved most, by share of all words",
+            ),
         )
         found = {
             "drifted": any(check.drifted for check in self.checks),

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -25,10 +25,11 @@ from unidec.bundle.bundle import Bundle
 from unidec.bundle.probe import Probe, probe_bundle
 from unidec.config import Gate, Params
 from unidec.data.dataset import Text, XMCDataset
+from unidec.data.profile import spaced
 from unidec.data.storage import files_sha256, write_json
 from unidec.data.temporary import remove_folder
 from unidec.errors import ArtifactError
-from unidec.evaluation.metrics import filtered_truth, moved_up
+from unidec.evaluation.metrics import moved_up, truth_of
 from unidec.evaluation.page import render, write_page
 from unidec.evaluation.significance import Check, challenge
 from unidec.metric_names import headline
@@ -114,13 +115,15 @@ def gate(params: Params, version: str | int = CHALLENGER) -> Verdict:
     challenger = _with_commit(client, challenger)
     already = champion is not None and champion.version == challenger.version
     checks = [Check("champion", True, None, None, "it is already the champion")]
+    passed = True
     details = dict[str, Any]()
     if not already:
         dataset = paths.open_dataset()
         checks, details = _checks(params, challenger, champion, dataset)
+        passed = all(check.passed for check in checks)
         details |= {
             "model": challenger.name,
-            "passed": all(check.passed for check in checks),
+            "passed": passed,
             "reasons": checks,
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
             "challenger": _described(challenger),
@@ -134,16 +137,17 @@ def gate(params: Params, version: str | int = CHALLENGER) -> Verdict:
         }
         write_json(GATE_JSON, details)
         write_page(GATE_PAGE, render("gate", verdict=details))
-        conditions = _conditions(params, challenger, champion)
-        promotion.record_verdict(client, challenger, details, conditions)
-        judged = [version for version in (challenger, champion) if version is not None]
+        promotion.record_verdict(
+            client, challenger, details, _conditions(params, challenger, champion)
+        )
+        judged = [challenger, champion] if champion else [challenger]
         _purge({version.tags.get(HASH_TAG, "")[:16] for version in judged})
     for check in checks:
         level = logging.INFO if check.passed else logging.WARNING
         log.log(level, "gate: %s: %s", check.check, check.words)
     compared = details.get("metrics", {}).items()
     return Verdict(
-        passed=all(check.passed for check in checks),
+        passed=passed,
         already=already,
         model=challenger.name,
         reasons=checks,
@@ -169,8 +173,7 @@ def needs_gate(params: Params, version: str | int) -> bool:
         return False
     if challenger.tags.get("gate.passed") != "false":
         return True
-    conditions = _conditions(params, challenger, champion)
-    return challenger.tags.get("gate.settings") != conditions
+    return challenger.tags.get("gate.settings") != _conditions(params, challenger, champion)
 
 
 def _versions(
@@ -271,8 +274,7 @@ def _checks(
     sha256 = challenger.tags.get(HASH_TAG, "")
     champion_folder = {} if champion is None else {"champion": _fetch(champion)}
     rows = dataset.rows("test")
-    probed = rows if len(rows) else dataset.rows("train")
-    probed = probed[:: max(len(probed) // rules.probes, 1)][: rules.probes]  # evenly spaced
+    probed = spaced(rows if len(rows) else dataset.rows("train"), rules.probes)
     check = "hash"
     try:
         folders = {"challenger": _fetch(challenger)} | champion_folder
@@ -305,11 +307,10 @@ def _checks(
         bundle = Bundle.load(folder, verify=False, device=device)
         ranked[which], details["labels"][which] = rank_queries(bundle, dataset, rows)
     propensity = paths.open_propensity()
-    truth = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
     metric_checks, comparison = challenge(
         ranked["challenger"],
         ranked["champion"],
-        truth,
+        truth_of(dataset, rows),
         propensity.inverse_L,
         propensity.group_L,
         rules,
@@ -415,8 +416,7 @@ def rank_queries(
 
 def own_texts(bundle: Bundle, dataset: XMCDataset, rows: np.ndarray) -> list[str]:
     """Texts of queries, with or without their content as in the training of the bundle's model."""
-    text: Text = "title+content" if bundle.info.text == "title+content" else "title"
-    return dataset.query_texts(rows, text)
+    return dataset.query_texts(rows, cast(Text, bundle.info.text))
 
 
 def _fetch(version: ModelVersion) -> Path:
