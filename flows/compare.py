@@ -40,7 +40,7 @@ from unidec.comparison.workspace import Comparison, Step, load_comparison, match
 from unidec.cores import num_threads
 from unidec.errors import UnidecError
 from unidec.progress import Progress, progress
-from unidec.tracking.run import RUN_TAGS
+from unidec.tracking.run import RUN_TAGS, run_tags
 from unidec.tracking.store import tracking_uri
 
 make = task(
@@ -133,7 +133,7 @@ def run_steps(steps: Sequence[Step], jobs: int, tags: dict[str, str]) -> dict[st
     todo = [step for step in todo if step.spec["kind"] != "data" or step.name in needed]
     outcomes = {step.name: "" for step in steps}
     shared = _environment(jobs)
-    tags = json.loads(os.environ.get(RUN_TAGS, "{}")) | tags
+    tags = run_tags() | tags
     inputs = {}
     for step in todo:
         environment = shared | {RUN_TAGS: json.dumps(tags | {"mlflow.runName": step.name})}

@@ -15,7 +15,7 @@ from flows import lifecycle, publish, reproduce
 from unidec import pipeline
 from unidec.config import Params
 from unidec.errors import Refused
-from unidec.metric_names import BASELINES, shown
+from unidec.metric_names import BASELINES, of_all_labels
 from unidec.pipeline import paths
 
 log = logging.getLogger("unidec.flows")
@@ -163,7 +163,7 @@ def table(done: Mapping[str, Any]) -> list[str]:
         rows[f"{former}champion, version {gate['champion']}"] = champion
     for name, figures in done.get("baselines", {}).items():
         rows[BASELINES[name]] = figures
-    metrics = [name for name in shown("compared") if "/" not in name]
+    metrics = of_all_labels()
     head = "".join(f"{key:>8}" for key in metrics)
     lines = [f"{'test split, percent':<30}{head}"]
     for name, figures in rows.items():

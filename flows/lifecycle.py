@@ -27,7 +27,7 @@ from unidec.errors import TrainingError, UnidecError, system_error
 from unidec.interrupt import STARTED_BY
 from unidec.pipeline.lock import environment, one_at_a_time
 from unidec.pipeline.parent_watch import watch
-from unidec.tracking.run import RUN_TAGS
+from unidec.tracking.run import RUN_TAGS, run_tags
 
 # a helper that was killed must not be waited for longer than half a minute
 RETRY_SECONDS = [2, 5, 10]
@@ -166,8 +166,7 @@ def finished(result: T) -> T:
 
 def _tags() -> dict[str, str]:
     """Tags that identify this flow run, for the MLflow runs and versions that it creates."""
-    tags = json.loads(os.environ.get(RUN_TAGS, "{}"))
-    tags |= {
+    tags = run_tags() | {
         "prefect.flow_run_id": str(current_flow_run.id),
         "prefect.flow_run_name": current_flow_run.name,
     }

@@ -78,9 +78,11 @@ def _task_runner(runner: Runner) -> TaskRunner[Any]:
     try:
         package = importlib.import_module(f"prefect_{runner.kind}")
     except ImportError as error:
-        fix = f'pip install -c constraints.txt -e ".[{runner.kind}]"'
         raise ConfigError(
-            "a package is not installed", where="runner", got=str(error), fix=fix
+            "a package is not installed",
+            where="runner",
+            got=str(error),
+            fix=f'pip install -c constraints.txt -e ".[{runner.kind}]"',
         ) from error
     return getattr(package, f"{runner.kind.capitalize()}TaskRunner")(address=runner.address)
 
@@ -152,12 +154,12 @@ def write_shards(work: Work, runner: str | None = None) -> None:
         number, first = min(errors.items())
         if isinstance(first, UnidecError):
             raise type(first)(f"{work.name(number)} failed\n{first}") from first
-        what = (
+        raise TrainingError(
             f"{len(errors)} of {work.num_shards} shards failed, first {work.name(number)}: "
-            f"{first or repr(first)}"
-        )
-        fix = "re-run the command: it resumes with the missing shards"
-        raise TrainingError(what, where=str(work.folder), fix=fix) from first
+            f"{first or repr(first)}",
+            where=str(work.folder),
+            fix="re-run the command: it resumes with the missing shards",
+        ) from first
 
 
 @contextlib.contextmanager

@@ -136,9 +136,12 @@ def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()
 def _git(*words: str) -> str:
     done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=60, check=False)
     if done.returncode:
-        got = (done.stderr or done.stdout).strip()
-        fix = "follow git's message, then commit by hand"
-        raise UnidecError("git failed", where=f"git {' '.join(words[:2])}", got=got, fix=fix)
+        raise UnidecError(
+            "git failed",
+            where=f"git {' '.join(words[:2])}",
+            got=(done.stderr or done.stdout).strip(),
+            fix="follow git's message, then commit by hand",
+        )
     return done.stdout.strip()
 
 

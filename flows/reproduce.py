@@ -144,8 +144,9 @@ def make_data(stages: Sequence[str]) -> dict[str, str]:
     stage_output = "\n".join(line for line in lines if not _NOISE.match(line))
     errors = " ".join(line for line in lines if line.startswith("ERROR"))
     found = re.search(r"exited with (-?\d+)", output)
-    message = (stage_output or errors)[-4000:]
-    raise failure(["repro", *stages], code, message, int(found[1]) if found else None)
+    raise failure(
+        ["repro", *stages], code, (stage_output or errors)[-4000:], int(found[1]) if found else None
+    )
 
 
 def in_words(printed: Mapping[str, str]) -> str:
@@ -311,16 +312,24 @@ def push(source: Source) -> None:
     try:
         lifecycle.run("dvc push", dvc, ["push"], log.info, secrets, retry=True)
     except ConfigError as error:
-        fix = "fix the remote (dvc remote list), or set retrain.push: false"
-        raise ConfigError(error.what, where="retrain.push", got=error.got, fix=fix) from error
+        raise ConfigError(
+            error.what,
+            where="retrain.push",
+            got=error.got,
+            fix="fix the remote (dvc remote list), or set retrain.push: false",
+        ) from error
 
 
 def dvc_file(source: Source) -> Path:
     """The .dvc file of `source.path`, or a ConfigError."""
     path = Path(source.path.removesuffix(".dvc") + ".dvc")
     if not path.is_file():
-        fix = "dvc import (from a repository), dvc import-url, or dvc add, and commit the .dvc file"
-        raise ConfigError("no such .dvc file", where="source.path", got=str(path), fix=fix)
+        raise ConfigError(
+            "no such .dvc file",
+            where="source.path",
+            got=str(path),
+            fix="dvc import (from a repository), dvc import-url or dvc add; commit the .dvc file",
+        )
     return path
 
 
@@ -333,9 +342,10 @@ def secret_values(names: Mapping[str, str]) -> dict[str, str]:
         try:
             values[variable] = str(Secret.load(block.removeprefix("secret/")).get())  # type: ignore[union-attr]
         except Exception as error:  # Prefect's client has no common error
-            got = f"{block} ({type(error).__name__})"
-            fix = "create a block of type Secret on Prefect's page Blocks"
             raise ConfigError(
-                "no such secret", where=f"source.secrets.{variable}", got=got, fix=fix
+                "no such secret",
+                where=f"source.secrets.{variable}",
+                got=f"{block} ({type(error).__name__})",
+                fix="create a block of type Secret on Prefect's page Blocks",
             ) from None
     return values

@@ -140,12 +140,11 @@ def _through_dvc(
 
     def record() -> None:
         if reproduce.inputs_state() != before:
-            what = (
-                "parameters, code or data were edited while the model was trained; its outputs "
-                "are kept"
-            )
             raise ConfigError(
-                what, where="dvc.lock", fix="run it again: stages that the edit affects are re-run"
+                "parameters, code or data were edited while the model was trained; its outputs "
+                "are kept",
+                where="dvc.lock",
+                fix="run it again: stages that the edit affects are re-run",
             )
         run("record", reproduce.commit, work, retry=True)
 

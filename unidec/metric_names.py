@@ -88,6 +88,11 @@ def shown(place: str) -> list[str]:
     return [name for name, places in PLACES.items() if place in places.split()]
 
 
+def of_all_labels() -> list[str]:
+    """The metrics that are compared, without those of groups of labels."""
+    return [name for name in shown("compared") if "/" not in name]
+
+
 def headline(metrics: Mapping[str, float]) -> dict[str, float]:
     """The headline metrics among all metrics."""
     return {name: metrics[name] for name in shown("headline") if name in metrics}

@@ -34,8 +34,9 @@ def read_texts_table(path: Path, schema: pa.Schema, num_rows: int) -> pa.Table:
     except (pa.ArrowException, ValueError, MemoryError, OSError, StopIteration) as error:
         raise damaged("not a readable Arrow file", path, str(error)[:200]) from error
     if table.num_rows != num_rows or any(column.null_count for column in table.columns):
-        what = "the number of rows differs, or values are null"
-        raise damaged(what, path, table.num_rows, num_rows)
+        raise damaged(
+            "the number of rows differs, or values are null", path, table.num_rows, num_rows
+        )
     return table
 
 

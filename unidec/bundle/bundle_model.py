@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from unidec.data.storage import MANIFEST, file_sha256, read_manifest, write_manifest
+from unidec.data.storage import MANIFEST, file_sha256, read_json, read_manifest, write_manifest
 from unidec.errors import ArtifactError
 from unidec.model.arrays import BY_LABEL, CONFIG, GRAPH, WEIGHTS
 
@@ -44,7 +44,7 @@ def write_model(
         ArtifactError: the model is missing or damaged, or changes while it is copied.
     """
     try:
-        header = _read_json(source / MANIFEST)
+        header = read_json(source / MANIFEST)
         kind = str(header["kind"])
         version = int(header["version"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -61,10 +61,13 @@ def write_model(
         if not _write_changed(source, target, name, num_labels):
             shutil.copyfile(source / name, target / name)
             if file_sha256(target / name) != entry["sha256"]:
-                what = "the file changed while it was copied"
-                raise ArtifactError(what, where=str(source / name), fix="run it again")
+                raise ArtifactError(
+                    "the file changed while it was copied",
+                    where=str(source / name),
+                    fix="run it again",
+                )
             hashes[name] = entry["sha256"]
-    encoder = _read_json(source / CONFIG).get("encoder", {}).get("kind")
+    encoder = read_json(source / CONFIG).get("encoder", {}).get("kind")
     if encoder in ("transformer", "both") and not (target / GRAPH).exists():
         from unidec.model.onnx_export import write_graphs
         from unidec.model.unidec import UniDEC
@@ -89,7 +92,7 @@ def _write_changed(source: Path, target: Path, name: str, num_labels: int) -> bo
     not differ.
     """
     if name == CONFIG:
-        config = _read_json(source / name)
+        config = read_json(source / name)
         if config.get("num_labels") == num_labels:
             return False
         config["num_labels"] = num_labels
@@ -106,7 +109,3 @@ def _write_changed(source: Path, target: Path, name: str, num_labels: int) -> bo
             return False
         write_tensors(target / name, {tensor: file.read(tensor) for tensor in names})
         return True
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))

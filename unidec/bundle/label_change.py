@@ -91,9 +91,11 @@ class LabelChange:
         titles = texts if titles is None else titles
         counts = (len(uids), len(texts), len(titles))
         if 0 in counts or len(set(counts)) > 1:
-            got = "{} uids, {} texts, {} titles".format(*counts)
-            expected = "a uid, a text and a title of each label, and at least one label"
-            raise DataError("no labels, or parts of them are missing", got=got, expected=expected)
+            raise DataError(
+                "no labels, or parts of them are missing",
+                got="{} uids, {} texts, {} titles".format(*counts),
+                expected="a uid, a text and a title of each label, and at least one label",
+            )
         ((most_frequent, count),) = Counter(uids).most_common(1)
         if count > 1:
             raise DataError(
@@ -263,9 +265,11 @@ def with_labels(
     path = Path(path)
     info = bundle.info
     if path.resolve() == bundle.path.resolve():
-        what = "a bundle is not changed in place: it may be serving"
-        fix = f"name another folder: {path}-new"
-        raise ConfigError(what, where=str(path), fix=fix)
+        raise ConfigError(
+            "a bundle is not changed in place: it may be serving",
+            where=str(path),
+            fix=f"name another folder: {path}-new",
+        )
     if info.knn is None and neighbours is not None:
         raise ValueError("no training queries vote in this bundle: it has no weight for them")
     read_manifest(bundle.path, KIND, VERSION, verify=True)

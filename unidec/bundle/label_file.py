@@ -95,9 +95,12 @@ def _id_column(where: str, names: Sequence[str]) -> str | None:
     """Name of the column of ids; None if there is none. Raises a DataError if there are two."""
     found = [name for name in ID_COLUMNS if name in names]
     if len(found) > 1:
-        got = " and ".join(found)
-        fix = f"keep one, {ID_COLUMNS[0]}"
-        raise DataError("more than one column of ids", where=where, got=got, fix=fix)
+        raise DataError(
+            "more than one column of ids",
+            where=where,
+            got=" and ".join(found),
+            fix=f"keep one, {ID_COLUMNS[0]}",
+        )
     return found[0] if found else None
 
 

@@ -116,14 +116,21 @@ def probe_bundle(
             start_new_session=True,
         )
     except subprocess.TimeoutExpired as error:
-        what = "no answer from a fresh process"
-        got = f"nothing in {timeout:.0f} s"
-        raise ArtifactError(what, where=str(bundle), got=got, fix=fix) from error
+        raise ArtifactError(
+            "no answer from a fresh process",
+            where=str(bundle),
+            got=f"nothing in {timeout:.0f} s",
+            fix=fix,
+        ) from error
     with contextlib.suppress(ValueError, IndexError, TypeError):
         if done.returncode == 0:
             return Probe(**json.loads(done.stdout.splitlines()[-1]))
-    last = done.stderr.strip()[-500:] or f"exit code {done.returncode}"
-    raise ArtifactError("a fresh process cannot serve it", where=str(bundle), got=last, fix=fix)
+    raise ArtifactError(
+        "a fresh process cannot serve it",
+        where=str(bundle),
+        got=done.stderr.strip()[-500:] or f"exit code {done.returncode}",
+        fix=fix,
+    )
 
 
 def known_texts(bundle: Bundle) -> list[str]:
@@ -149,6 +156,7 @@ def main() -> None:
 def _probe(job: dict[str, Any]) -> Probe:
     from unidec.bundle.answer import Answerer, LabelQuery
     from unidec.bundle.bundle import Bundle
+    from unidec.data.storage import folder_bytes
     from unidec.ranking.query_encoder import open_encoder
 
     if job["max_bytes"]:
@@ -182,7 +190,7 @@ def _probe(job: dict[str, Any]) -> Probe:
     p50_ms, _ = milliseconds[len(times) // 2].tolist()
     place = int(0.95 * (len(times) - 1))
     p95_ms, p95_cpu_ms = milliseconds[place].tolist()
-    num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    num_bytes = folder_bytes(folder)
     return Probe(
         sha256=bundle.sha256,
         load_seconds=load_seconds,

@@ -48,8 +48,9 @@ def _texts(
         name = text_column(list(row), column, f"{path}:{line}")
         text = row[name]
         if not isinstance(text, str):
-            where = f"{path}:{line}, {name}"
-            raise DataError("not text", where=where, got=repr(text)[:80], fix=no_text(text))
+            raise DataError(
+                "not text", where=f"{path}:{line}, {name}", got=repr(text)[:80], fix=no_text(text)
+            )
         if is_blank(text):
             blank.append(line)
         yield text, row
@@ -80,13 +81,12 @@ def text_column(names: Sequence[str], column: str | None, where: str) -> str:
     for name in accepted:
         if name in names:
             return name
-    fix = names_like(names, accepted) or "rename the column, or name it: --column NAME"
     raise DataError(
         "the file has no column of queries",
         where=where,
         got=", ".join(map(str, names[:50]))[:300] or "no columns",
         expected=" or ".join(accepted),
-        fix=fix,
+        fix=names_like(names, accepted) or "rename the column, or name it: --column NAME",
     )
 
 

@@ -86,8 +86,7 @@ def predict(
     if bool(texts) == bool(source) or bool(source) != bool(target):
         what = "requires either texts, or both --input and --output"
         file = "unidec predict --input queries.csv --output predictions.parquet"
-        fix = f'unidec predict "text", or {file}'
-        raise ConfigError(what, where="unidec predict", fix=fix)
+        raise ConfigError(what, where="unidec predict", fix=f'unidec predict "text", or {file}')
     from unidec.data.tokens import is_blank
 
     for number, text in enumerate(texts or [], 1):

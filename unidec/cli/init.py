@@ -150,8 +150,11 @@ def _changed(text: str, values: dict[str, str], path: Path) -> str:
             found = node.value if isinstance(node, MappingNode) else ()
             node = next((child for own, child in found if own.value == name), None)
         if node is None:
-            fix = f"add it by hand, with the value {json.dumps(value)}"
-            raise ConfigError(f"no key {key} to change", where=str(path), fix=fix)
+            raise ConfigError(
+                f"no key {key} to change",
+                where=str(path),
+                fix=f"add it by hand, with the value {json.dumps(value)}",
+            )
         before = text[: node.start_mark.index]
         after = text[node.end_mark.index :]
         if not node.value:  # a key without a value

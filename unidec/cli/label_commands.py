@@ -92,9 +92,11 @@ def remove(
 ) -> Any:
     """Remove labels: they are no longer predicted."""
     if bool(uids) == (file is not None):
-        what = "requires either uids or --file"
-        fix = "unidec labels remove UID, or unidec labels remove --file gone.csv"
-        raise ConfigError(what, where="unidec labels remove", fix=fix)
+        raise ConfigError(
+            "requires either uids or --file",
+            where="unidec labels remove",
+            fix="unidec labels remove UID, or unidec labels remove --file gone.csv",
+        )
     from unidec.pipeline.label_stages import change_labels
 
     uids = uids or [label.uid for label in _read(file, params)]

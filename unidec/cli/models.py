@@ -87,8 +87,11 @@ def lineage(
     some data.
     """
     if data is not None and model is not None:
-        fix = "unidec models lineage --data HASH"
-        raise ConfigError("either a model or --data", where="unidec models lineage", fix=fix)
+        raise ConfigError(
+            "either a model or --data",
+            where="unidec models lineage",
+            fix="unidec models lineage --data HASH",
+        )
     from unidec.tracking import lineage as registry
 
     name = params.tracking.model_name

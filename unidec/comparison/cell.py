@@ -10,7 +10,6 @@ Legend: n test queries, K labels per query.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import shutil
@@ -31,7 +30,7 @@ from unidec.comparison.peers.running import K, last_lines, run_peer
 from unidec.comparison.workspace import FAILURE, LOG, MODEL, PREDICTIONS, RESULT, SPEC, Step
 from unidec.config import Params, flatten
 from unidec.data.file_lock import lock_file
-from unidec.data.storage import MANIFEST, read_json_lines, write_json
+from unidec.data.storage import MANIFEST, folder_bytes, read_json, read_json_lines, write_json
 from unidec.errors import ConfigError, Stopped, TrainingError, UnidecError
 from unidec.machine import host_peak
 from unidec.pipeline import paths
@@ -105,7 +104,7 @@ def main(folder: str) -> int:
     os.chdir(folder)
     if PARENT in os.environ:
         watch(int(os.environ[PARENT]))
-    spec = json.loads(Path(SPEC).read_text(encoding="utf-8"))
+    spec = read_json(SPEC)
     step = Step("", "", Path(), spec)
     try:
         with lock_file(Path(".lock")):  # another comparison may be running the same cell
@@ -228,7 +227,7 @@ def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
         result = _trained(params)
     pipeline.index(params)
     pipeline.evaluate(params)
-    metrics = json.loads(paths.METRICS.read_text(encoding="utf-8"))
+    metrics = read_json(paths.METRICS)
     table = pq.read_table(paths.PREDICTIONS, columns=["labels"])
     lists = table["labels"].to_pylist()
     labels = np.full((len(lists), K), -1, dtype=np.int32)  # [n, K], -1 behind the last
@@ -244,11 +243,10 @@ def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
     for name in ("clf", "bias"):
         if name in bundle.vectors:
             parameters += bundle.vectors[name].size
-    sizes = [file.stat().st_size for file in paths.BUNDLE.rglob("*") if file.is_file()]
     result["costs"] |= {
         "search_ms": _search_ms(bundle, params),
         "parameters": float(parameters),
-        "bundle_bytes": float(sum(sizes)),
+        "bundle_bytes": float(folder_bytes(paths.BUNDLE)),
     }
     result["metrics"] = metrics["test"]
     result["validation"] = metrics.get("validation", {})
@@ -330,8 +328,10 @@ def _vectors(params: Params, dataset: Any) -> dict[str, np.ndarray]:
     every_query = np.arange(dataset.num_queries)
     ranking = Ranking.of_model(load_model(START), dataset, every_query, params.optim.precision)
     if ranking.encoded.de_BD is None:
-        fix = "name a cell with a dual encoder in `after`"
-        raise ConfigError("the model has no vectors of label texts", fix=fix)
+        raise ConfigError(
+            "the model has no vectors of label texts",
+            fix="name a cell with a dual encoder in `after`",
+        )
     return {"queries": ranking.encoded.de_BD, "labels": ranking.vectors["de"]}
 
 

@@ -21,6 +21,7 @@ from unidec.config import (
     Section,
     Seed,
     nearest,
+    origins,
     problem,
     read_yaml,
     short,
@@ -144,7 +145,7 @@ def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str], list[st
         fix = "docs/comparing.md shows how to write one"
         raise ConfigError("no such comparison file", where=str(path), fix=fix)
     raw, lines = read_yaml(path)
-    origin = {".".join(key): f"line {line}" for key, line in lines.items()}
+    origin = origins(lines)
     problems: list[str] = []
     try:
         file = ComparisonFile.model_validate(raw)

@@ -27,7 +27,7 @@ from unidec.data.propensity import load_propensity
 from unidec.data.storage import load_array, write_bytes_atomic, write_json
 from unidec.errors import ArtifactError
 from unidec.evaluation.comparison_page import Cell, ComparisonInput, Run, Task, write_comparison
-from unidec.evaluation.metrics import QueryParts, by_query, filtered_truth
+from unidec.evaluation.metrics import QueryParts, by_query, truth_of
 from unidec.evaluation.significance import Comparison as PairedTest
 from unidec.evaluation.significance import best_systems, compare_systems
 from unidec.metric_names import shown
@@ -357,7 +357,7 @@ def _scores(comparison: Comparison, jobs: Sequence[Job]) -> dict[str, list[Query
 def _truth(data: Path) -> tuple[csr_matrix, np.ndarray]:
     dataset = XMCDataset.open(data / "dataset")
     rows = dataset.rows("test")
-    truth = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
+    truth = truth_of(dataset, rows)
     return truth, load_propensity(data / "propensity").inverse_L
 
 
@@ -384,5 +384,9 @@ def read_scores(path: Path) -> QueryParts:
                 parts[metric] = (above_N, below_N)
         return parts
     except (OSError, ValueError, KeyError, BadZipFile) as error:
-        fix = "remove it: it is computed again from the predictions beside it"
-        raise ArtifactError("scores cannot be read", where=str(path), got=error, fix=fix) from error
+        raise ArtifactError(
+            "scores cannot be read",
+            where=str(path),
+            got=error,
+            fix="remove it: it is computed again from the predictions beside it",
+        ) from error

@@ -169,9 +169,11 @@ class Search:
                 pruner=self.optuna.pruners.MedianPruner(),
             )
         except (DatabaseError, RuntimeError, self.optuna.exceptions.OptunaError) as error:
-            fix = "remove the folder, or name another with --out"
             raise ArtifactError(
-                "the search's records cannot be read", where=place, got=error, fix=fix
+                "the search's records cannot be read",
+                where=place,
+                got=error,
+                fix="remove the folder, or name another with --out",
             ) from error
         known = self.study.user_attrs.get("about", about)
         if others := [name for name in about if known.get(name) != about[name]]:
@@ -342,8 +344,11 @@ class Search:
                     yield from lines[seen:]
                     seen = max(seen, len(lines))
                     if self.stopping.is_set():
-                        fix = "run it again to resume"
-                        raise TrainingError("the search is being stopped", where=step.name, fix=fix)
+                        raise TrainingError(
+                            "the search is being stopped",
+                            where=step.name,
+                            fix="run it again to resume",
+                        )
                     if ended:
                         break
                     time.sleep(POLL_S)
@@ -400,9 +405,11 @@ class Search:
         numbered = enumerate(self.ended)
         trained = [(number, trial) for number, trial in numbered if trial.state == finished]
         if not trained:
-            table = str(self.root / TABLE)
-            fix = "narrower ranges, or more trials"
-            raise TrainingError("no trial has finished", where=table, fix=fix)
+            raise TrainingError(
+                "no trial has finished",
+                where=str(self.root / TABLE),
+                fix="narrower ranges, or more trials",
+            )
         return max(trained, key=lambda one: one[1].value)
 
     def figures(self) -> Trials:

@@ -22,6 +22,7 @@ from unidec.config import (
     describe,
     keys_deciding,
     leaves,
+    origins,
     problem,
     read_yaml,
     short,
@@ -41,8 +42,11 @@ def import_optuna() -> Any:
     try:
         import optuna
     except ImportError as error:
-        fix = "make setup, or pip install 'unidec-xmc[tune]'"
-        raise ConfigError("Optuna is not installed", where="unidec tune", fix=fix) from error
+        raise ConfigError(
+            "Optuna is not installed",
+            where="unidec tune",
+            fix="make setup, or pip install 'unidec-xmc[tune]'",
+        ) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 
@@ -64,7 +68,7 @@ def read_space(path: str | Path, params: Params) -> dict[str, Any]:
         raise ConfigError(
             "nothing to tune", where=str(path), expected="optim.lr_bag: {low: 0.0003, high: 0.003}"
         )
-    origin = {".".join(key): f"line {line}" for key, line in lines.items()}
+    origin = origins(lines)
     if problems := problems_of(raw, params, origin, str(path)):
         raise ParamsError(problems, str(path), "search space")
     return raw

@@ -28,7 +28,7 @@ from unidec.comparison.chosen import read_chosen
 from unidec.comparison.comparison_file import ComparisonFile, read_file
 from unidec.comparison.jobs import START, Job, Planner, slug
 from unidec.config import Params, fingerprint, keys_deciding
-from unidec.data.storage import MANIFEST, folder_sha256
+from unidec.data.storage import MANIFEST, folder_sha256, read_json
 from unidec.errors import ConfigError
 
 ROOT = Path("runs/compare")
@@ -180,8 +180,12 @@ def matching(comparison: Comparison, only: Sequence[str]) -> set[str]:
     for pattern in only:
         found = [job.key for job in comparison.jobs.values() if _matches(job, pattern)]
         if not found:
-            expected = f"data/cell/seed, data/cell, or one of {', '.join(comparison.file.cells)}"
-            raise ConfigError("no such cell", where="--only", got=pattern, expected=expected)
+            raise ConfigError(
+                "no such cell",
+                where="--only",
+                got=pattern,
+                expected=f"data/cell/seed, data/cell, or one of {', '.join(comparison.file.cells)}",
+            )
         chosen.update(found)
     return chosen
 
@@ -287,7 +291,7 @@ def _placed(params: Params) -> dict[str, Any]:
 def _read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object; None if it cannot be read."""
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(read_json(path))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -16,6 +16,7 @@ from unidec.config.load import (
     known_keys,
     load_params,
     nearest,
+    origins,
     parse_overrides,
     problem,
     read_yaml,

@@ -86,6 +86,11 @@ class ParamsError(ConfigError):
         super().__init__("\n".join([f"{count} in the {what}", *problems]), where=where)
 
 
+def origins(lines: Mapping[KeyPath, int]) -> dict[str, str]:
+    """The line of each key, in words, by its dotted path."""
+    return {".".join(key): f"line {line}" for key, line in lines.items()}
+
+
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """Read a YAML file with one mapping. Returns the mapping, and the line (1-based) of each key
     path.
@@ -220,7 +225,7 @@ def load_params(
     if path is None:
         return build_params(overrides, {}, "")
     raw, lines = read_yaml(Path(path))
-    origin = {".".join(key): f"line {line}" for key, line in lines.items()}
+    origin = origins(lines)
     origin |= dict.fromkeys(overrides, "--set")
     return build_params(_given(raw) | dict(overrides), origin, str(path))
 

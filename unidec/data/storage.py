@@ -146,7 +146,7 @@ def swap_folder(
     except OSError as error:
         if error.errno not in _DISK_ERRORS:
             raise
-        written = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
+        written = folder_bytes(temporary)
         raise storage_error(final, error, max(num_bytes, written)) from error
     finally:
         remove(temporary)
@@ -215,6 +215,11 @@ def read_manifest(
     if verify:
         _check_hashes(root, manifest["files"])
     return manifest
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files in a folder and below it."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _check_version(where: Path, manifest: Mapping[str, Any], highest: int) -> None:
@@ -322,6 +327,11 @@ def write_file(
         raise storage_error(final, error, num_bytes) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """The content of a JSON file; raises OSError, or ValueError if it is damaged."""
+    return json.loads(Path(path).read_bytes())
 
 
 def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from unidec.data.dataset import Text, XMCDataset
 from unidec.data.profile import spaced, tested_in_training, text_facts
 from unidec.data.propensity import training_counts
 from unidec.errors import DataError
-from unidec.evaluation.metrics import by_query, evaluate, filtered_truth, remove_filtered
+from unidec.evaluation.metrics import by_query, evaluate, filtered_truth, remove_filtered, truth_of
 from unidec.evaluation.significance import Comparison, best_systems, compare_systems
 from unidec.metric_names import BASELINES, in_words, parse, shown
 from unidec.progress import progress
@@ -89,7 +89,7 @@ def measure_baselines(dataset: XMCDataset, text: Text, inverse_L: Any, group_L: 
     width = min(K + most_filtered, dataset.num_labels)
     label_texts = itertools.chain.from_iterable(dataset.text_batches("labels", text))
     label_LF = vectorizer.transform(label_texts)
-    relevance_ML = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
+    relevance_ML = truth_of(dataset, rows)
     query_nF = vectorizer.transform(dataset.query_texts(test[places], text))
     ranked = rank(
         train_FM=csr_matrix(train_MF.T),
@@ -237,9 +237,11 @@ def fit_words(texts: Iterable[str], where: str) -> tuple[Any, csr_matrix]:
     try:
         return vectorizer, vectorizer.fit_transform(texts)
     except ValueError as error:  # scikit-learn's "empty vocabulary"
-        expected = "a word of two or more characters in at least one text"
         raise DataError(
-            "no text has a word to count", where=where, got=str(error)[:200], expected=expected
+            "no text has a word to count",
+            where=where,
+            got=str(error)[:200],
+            expected="a word of two or more characters in at least one text",
         ) from error
 
 

@@ -111,9 +111,12 @@ def _refuse(
     invalid_B = invalid_BK.any(axis=1)
     if invalid_B.any():
         row = int(np.argmax(invalid_B))
-        got = label_BK[row].tolist()[:20]
-        expected = f"different labels from 0 to {num_labels - 1}, -1 for none"
-        raise DataError(what, where=f"predictions row {row}", got=got, expected=expected)
+        raise DataError(
+            what,
+            where=f"predictions row {row}",
+            got=label_BK[row].tolist()[:20],
+            expected=f"different labels from 0 to {num_labels - 1}, -1 for none",
+        )
 
 
 class Ranked:
@@ -331,6 +334,11 @@ def ideal_ranking(relevance: csr_matrix, inverse_propensity_L: Any, k: int) -> N
     return out_NK
 
 
+def truth_of(dataset: Any, rows: Any) -> csr_matrix:
+    """`filtered_truth` of the queries at these rows of a data set."""
+    return filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
+
+
 def filtered_truth(relevance: csr_matrix, filter_pairs: csr_matrix) -> csr_matrix:
     """The relevant pairs that are not filtered: bool CSR [N, L], sorted.
 
@@ -343,9 +351,11 @@ def filtered_truth(relevance: csr_matrix, filter_pairs: csr_matrix) -> csr_matri
     """
     shape = _shape(relevance)
     if shape != _shape(filter_pairs):
-        got = f"{relevance.shape} and {filter_pairs.shape}"
-        what = "relevance and filter pairs differ in shape"
-        raise DataError(what, got=got, expected="[queries, labels] of both")
+        raise DataError(
+            "relevance and filter pairs differ in shape",
+            got=f"{relevance.shape} and {filter_pairs.shape}",
+            expected="[queries, labels] of both",
+        )
     relevant_E = pair_keys(relevance, positive_only=True)
     key_E = np.setdiff1d(relevant_E, pair_keys(filter_pairs), assume_unique=True)
     pairs = np.divmod(key_E, max(shape[1], 1))

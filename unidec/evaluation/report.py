@@ -14,7 +14,7 @@ from unidec.evaluation.figures import Chart, Line, bar_chart, line_chart
 from unidec.evaluation.page import Records, Shown, Table
 from unidec.evaluation.plot_tables import by_group, finite, round_parts, validation_records
 from unidec.evaluation.significance import Comparison
-from unidec.metric_names import BASELINES, in_words, parse, shown
+from unidec.metric_names import BASELINES, in_words, of_all_labels, parse, shown
 
 HEADS = {
     "both": "both heads",
@@ -307,7 +307,7 @@ def _curves(history: Records, rounds: Records) -> list[Chart | None]:
     """Charts of validation metrics by time, and of loss, learning rates, gradient norm and pool by
     step.
     """
-    curves = [name for name in shown("compared") if "/" not in name]
+    curves = of_all_labels()
     charts = [
         line_chart(
             "Validation split, percent",

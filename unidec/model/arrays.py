@@ -6,7 +6,6 @@ needs neither."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from unidec.config import Encoder, Model
+from unidec.data.storage import read_json
 from unidec.errors import ArtifactError
 
 KIND = "model"
@@ -57,7 +57,7 @@ class ModelConfig:
     def read(cls, folder: Path) -> ModelConfig:
         """Read config.json. Raises ArtifactError: missing or invalid."""
         try:
-            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            config = read_json(folder / CONFIG)
             encoder = Encoder(**config["encoder"])
             return cls(
                 folder=folder,

@@ -36,6 +36,11 @@ TEXTS_AT_ONCE = 16384
 What = Literal["vectors", "outputs"]
 
 
+def autocast(device: torch.device, amp: torch.dtype | None) -> torch.autocast:
+    """The context in which the model computes on a device: in this type, or None in float32."""
+    return torch.autocast(device.type, dtype=amp or torch.bfloat16, enabled=amp is not None)
+
+
 def cached_inputs(
     encoder: TextEncoder,
     tokens: Mapping[str, TokenCache],
@@ -175,15 +180,12 @@ class FrozenCaches:
                 some = shared[start : start + TEXTS_AT_ONCE]
                 values[some] = known[same_N[some]]
         build = InputBuilder(encoder, self.device, vectors)
-        autocast = torch.autocast(
-            self.device.type, dtype=self.amp or torch.bfloat16, enabled=self.amp is not None
-        )
         with progress(total=len(rows), desc=f"encode {name}, cached", unit="text") as bar:
             for start in range(0, len(rows), TEXTS_AT_ONCE):
                 some = rows[start : start + TEXTS_AT_ONCE]
                 for places in length_chunks(tokens.lengths(some), tokens=build.chunk_tokens):
                     texts = build.texts([(name, tokens, some[places])])
-                    with autocast:
+                    with autocast(self.device, self.amp):
                         outputs = compute(texts)
                     values[some[places]] = outputs.float().cpu().numpy()
                     bar.update(len(places))

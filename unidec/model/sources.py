@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import os
 from pathlib import Path
 from typing import NamedTuple
 
-from unidec.data.storage import file_sha256
+from unidec.data.storage import file_sha256, read_json
 from unidec.errors import ArtifactError, ConfigError
 
 
@@ -87,10 +86,7 @@ def check_positions(folder: Path, max_length: int) -> None:
     Raises ConfigError: it cannot; ArtifactError: config.json is damaged.
     """
     try:
-        limit = (
-            json.loads((folder / "config.json").read_bytes()).get("max_position_embeddings")
-            or max_length
-        )
+        limit = read_json(folder / "config.json").get("max_position_embeddings") or max_length
     except (ValueError, AttributeError) as error:
         fix = "save it with AutoModel.save_pretrained"
         raise ArtifactError(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unidec.config import Encoder
-from unidec.data.storage import MANIFEST, file_sha256, read_manifest
+from unidec.data.storage import MANIFEST, file_sha256, read_json, read_manifest
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model.arrays import KIND, VERSION, WEIGHTS, ModelConfig
 
@@ -177,7 +177,7 @@ def _start_sources(state: Collection[str], start: Collection[str]) -> dict[str, 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except (OSError, ValueError) as error:
         what = "the model to start from cannot be read"
         fix = "restore it, or name another one"

@@ -16,7 +16,6 @@ words, M words of several pieces, N entries of vectors, C columns: F, or 2 F wit
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix, hstack
 
+from unidec.data.storage import read_json
 from unidec.data.tokens import load_tokenizer
 from unidec.errors import ConfigError
 
@@ -53,7 +53,7 @@ def continuing_pieces(tokenizer_folder: Path, num_tokens: int) -> Bools:
     from tokenizers import Tokenizer
 
     file = tokenizer_folder / "tokenizer.json"
-    description = json.loads(file.read_text(encoding="utf-8"))
+    description = read_json(file)
     vocab = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
     prefix = description["model"].get("continuing_subword_prefix")
     if prefix:
@@ -281,7 +281,7 @@ def _token_kinds(tokenizer_folder: Path) -> tuple[Bools, Bools]:
         continues_V = continuing_pieces(tokenizer_folder, num_tokens)
     except ConfigError:  # the tokenizer does not mark continuing pieces: each token is a word
         continues_V = np.zeros(num_tokens, dtype=bool)
-    settings = json.loads((tokenizer_folder / "tokenizer.json").read_text(encoding="utf-8"))
+    settings = read_json(tokenizer_folder / "tokenizer.json")
     special = [token["id"] for token in settings.get("added_tokens", []) if token.get("special")]
     around_text, *_ = tokenizer.encode([""])
     return continues_V, _is_among([*special, *around_text], num_tokens)

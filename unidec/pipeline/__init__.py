@@ -67,11 +67,10 @@ def plain(result: Any) -> Any:
     they are None.
     """
     if is_dataclass(result):
-        values = [(field, getattr(result, field.name)) for field in fields(result)]
+        values = vars(result)
+        required = [field.name for field in fields(result) if field.default is not None]
         result = {
-            field.name: value
-            for field, value in values
-            if value is not None or field.default is not None
+            name: value for name, value in values.items() if value is not None or name in required
         }
     if isinstance(result, Mapping):
         return {key: plain(value) for key, value in result.items()}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 from unidec.config import Params, Source
 from unidec.data.dataset import write_dataset
@@ -82,12 +85,9 @@ def validate(params: Params) -> Validated:
         files = paths.open_dataset().manifest["meta"]["raw_files"]
         return find_rows(params.data, params.raw, files, queries, labels)
 
-    encoder = params.encoder
     tokens = params.tokens
-    max_length = tokens.max_length
-    if encoder.kind == "transformer":
-        max_length = min(max_length, encoder.transformer_tokens or max_length)
-    reading = Reading(tokens.text, resolve_encoder(encoder.name), max_length, encoder.name)
+    name = params.encoder.name
+    reading = Reading(tokens.text, resolve_encoder(name), tokens.max_length, name)
     result = validate_dataset(
         paths.DATASET,
         paths.VALIDATION,
@@ -122,11 +122,7 @@ def tokens(params: Params) -> dict[str, int]:
         "queries": dataset.num_queries,
         "labels": dataset.num_labels,
     }
-    folder = resolve_encoder(params.encoder.name)
-    if params.encoder.has_transformer:
-        check_positions(
-            folder, min(section.max_length, params.encoder.transformer_tokens or section.max_length)
-        )
+    folder = checked_encoder(params)
     for which, num_texts in sizes.items():
         batches = dataset.text_batches(which, section.text, TEXTS_A_BATCH)
         path = paths.TOKENS / which
@@ -138,6 +134,17 @@ def tokens(params: Params) -> dict[str, int]:
     return summary
 
 
+def checked_encoder(params: Params) -> Path:
+    """The folder of section `encoder`'s encoder; raises ConfigError if its transformer has no
+    positions for texts of this length.
+    """
+    folder = resolve_encoder(params.encoder.name)
+    if params.encoder.has_transformer:
+        length = params.tokens.max_length
+        check_positions(folder, min(length, params.encoder.transformer_tokens or length))
+    return folder
+
+
 @replaces_inputs()
 def propensity(params: Params) -> dict[str, float]:
     """Write inverse propensities and frequency groups to data/propensity; returns A, B and each
@@ -147,10 +154,8 @@ def propensity(params: Params) -> dict[str, float]:
         paths.open_dataset(), params.data.propensity_a, params.data.propensity_b, paths.PROPENSITY
     )
     written = load_propensity(paths.PROPENSITY, verify=False)
-    groups = {
-        f"{name}_labels": int((written.group_L == number).sum())
-        for number, name in enumerate(GROUPS)
-    }
+    in_group = np.bincount(written.group_L, minlength=len(GROUPS)).tolist()
+    groups = {f"{name}_labels": num for name, num in zip(GROUPS, in_group, strict=True)}
     return {"a": written.a, "b": written.b, **groups}
 
 
@@ -163,8 +168,8 @@ def label_graph(params: Params) -> dict[str, int]:
     """
     build_label_graph(paths.open_dataset(), params.label_graph, paths.LABEL_GRAPH)
     graph = load_label_graph(paths.LABEL_GRAPH)
-    texts = int((graph.indptr[1:] > graph.indptr[:-1]).sum())
-    return {"labels": graph.shape[0], "texts": texts, "edges": int(graph.nnz)}
+    texts = np.count_nonzero(np.diff(graph.indptr))
+    return {"labels": graph.shape[0], "texts": int(texts), "edges": int(graph.nnz)}
 
 
 def fetch(params: Params) -> Fetched:
@@ -180,9 +185,9 @@ def fetch(params: Params) -> Fetched:
     """
     source = params.source
     target = Path(params.data.path)
-    if source.kind in ("none", "dvc"):
-        return Fetched(False, source.kind, "", "nothing is fetched by this stage")
     files = source_files(source)
+    if not files:
+        return Fetched(False, source.kind, "", "nothing is fetched by this stage")
     shown = source.path if source.kind == "folder" else ", ".join(map(str, files.values()))
     hashes = _hashes(files)
     sha256 = files_sha256(hashes)
@@ -196,9 +201,8 @@ def fetch(params: Params) -> Fetched:
             expected="a folder that git ignores",
             fix="data.path: data/incoming (all of data/ but data/raw is ignored)",
         )
-    with swap_folder(
-        target, num_bytes=sum(path.stat().st_size for path in files.values())
-    ) as folder:
+    num_bytes = sum(map(os.path.getsize, files.values()))
+    with swap_folder(target, num_bytes=num_bytes) as folder:
         for name, path in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, folder / name)
@@ -221,8 +225,11 @@ def source_files(source: Source) -> dict[str, Path]:
         return {}
     files = _listed(Path(source.path)) if source.kind == "folder" else _tables(source)
     if not files:
-        fix = "mount it, wait for the export, or correct source.path"
-        raise DataError("no files found", where=source.path, fix=fix)
+        raise DataError(
+            "no files found",
+            where=source.path,
+            fix="mount it, wait for the export, or correct source.path",
+        )
     return files
 
 
@@ -242,12 +249,11 @@ def _tables(source: Source) -> dict[str, Path]:
     for stem in ("queries", "labels", "pairs"):
         path = Path(getattr(source, stem))
         if (ending := _TABLE.search(path.name.lower())) is None:
-            expected = ".csv .tsv .parquet .jsonl, also with .gz"
             raise ConfigError(
                 "not a supported table file",
                 where=f"source.{stem}",
                 got=str(path),
-                expected=expected,
+                expected=".csv .tsv .parquet .jsonl, also with .gz",
             )
         files[f"{stem}{ending[0]}"] = path
     return files
@@ -259,6 +265,10 @@ def _hashes(files: Mapping[str, Path]) -> dict[str, str]:
         try:
             hashes[name] = file_sha256(path)
         except OSError as error:
-            fix = "mount or export it, or correct section source; nothing was trained"
-            raise DataError("cannot be read", where=str(path), got=str(error), fix=fix) from error
+            raise DataError(
+                "cannot be read",
+                where=str(path),
+                got=str(error),
+                fix="mount or export it, or correct section source; nothing was trained",
+            ) from error
     return hashes

@@ -71,7 +71,8 @@ def examine(deep: bool = False, fix: bool = False) -> list[Finding]:
     for severity, what, where, advice, repair in defects:
         done = None
         try:
-            done = repair() if fix and repair is not None else None
+            if fix and repair is not None:
+                done = repair()
         except OSError as error:
             advice = f"{advice} (tried: {error})"
         findings.append(Finding(severity, what, str(where), advice, repair is not None, done))
@@ -156,13 +157,13 @@ def _checkpoints(run_dir: Path, deep: bool) -> Iterator[Defect]:
             read_state(run_dir, path, verify=deep)
         except ArtifactError as error:
             damaged[path] = f"a damaged checkpoint: {error.what}"
+    severity: Severity = "broken"
+    fix = "no intact checkpoint is left: delete the run's folder to train from the start"
+    if len(damaged) < len(folders):
+        severity = "warning"
+        fix = "none needed: the newest intact one is used, and the next save removes this one"
     for path, what in damaged.items():
-        if len(damaged) < len(folders):
-            fix = "none needed: the newest intact one is used, and the next save removes this one"
-            yield "warning", what, path, fix, None
-        else:
-            fix = "no intact checkpoint is left: delete the run's folder to train from the start"
-            yield "broken", what, path, fix, None
+        yield severity, what, path, fix, None
 
 
 def _tracking(run_dir: Path) -> Iterator[Defect]:

@@ -161,12 +161,9 @@ def data_change(params: Params) -> DataChange:
     return DataChange(beside.accepted, beside.reason, stops, warnings, page, docs)
 
 
-def champion_change(params: Params) -> dict[str, Any]:
+def champion_change(params: Params) -> Comparison:
     """The comparison of `data_change` for the validation page; an unavailable registry raises no
     error here.
-
-    Returns:
-        {"checks", "names" (of both sides), "charts", "reason" (why nothing was compared, or "")}.
     """
     uri = tracking_uri()
     database = sqlite_path(uri)
@@ -179,7 +176,7 @@ def champion_change(params: Params) -> dict[str, Any]:
         except store_errors() as error:
             why = without_credentials(str(error)).splitlines()[0]
             beside = _Beside(reason=f"the champion's data could not be read: {why}")
-    shown = Comparison(
+    return Comparison(
         title="",
         names=(f"version {beside.accepted['version']}" if beside.accepted else "accepted", "now"),
         old=beside.old,
@@ -187,12 +184,6 @@ def champion_change(params: Params) -> dict[str, Any]:
         checks=beside.checks(params),
         reason=beside.reason,
     )
-    return {
-        "checks": shown.checks,
-        "names": shown.names,
-        "charts": shown.charts(),
-        "reason": shown.reason,
-    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,8 +226,7 @@ def _beside_champion(params: Params, dataset: XMCDataset) -> _Beside:
     before = set(read_labels(bundle, info.num_labels)["uid"].to_pylist())
     now = set(dataset.label_uids())
     left = len(before - now) / max(len(before), 1)
-    added = len(now - before) / max(len(now), 1)
-    new["label_changes"] = {"left": left, "new": added}
+    new["label_changes"] = {"left": left, "new": len(now - before) / max(len(now), 1)}
     return _Beside(accepted=accepted, reason="", old=profile, new=new)
 
 
@@ -266,25 +256,25 @@ def drift(
         tokenizer = resolve_encoder(params.encoder.name)
         read = {"max_length": params.tokens.max_length, "text": params.tokens.text}
         old = _figures(read, tokenizer, XMCDataset.open(source))
-    is_dataset = (later / MANIFEST).is_file()
-    texts = XMCDataset.open(later) if is_dataset else read_window(later, column, params.raw).texts
-    new = _figures(old, tokenizer, texts)
-    found = _compared(params, f"Drift from {old['name']}", old, new)
-    found = replace(
-        found,
+    if (later / MANIFEST).is_file():
+        new = _figures(old, tokenizer, XMCDataset.open(later))
+    else:
+        new = _figures(old, tokenizer, read_window(later, column, params.raw).texts)
+    found = Comparison(
+        title=f"Drift from {old['name']}",
         names=("earlier", "later"),
+        old=old,
+        new=new,
+        checks=compare(old, new, params.drift),
+        reason=not_judged(new.get("count"), params.drift),
         facts={
             "earlier": source,
             "later": str(second),
             "earlier data": old["rows"],
             "later data": new.get("rows", {}),
         },
-        more={"judged": not found.reason},
     )
-    out = paths.DRIFT / _digest(first, second)
-    with swap_folder(out) as folder:
-        found.write(folder)
-    return DataDrift(**_results(found, out))
+    return DataDrift(**_written(found, paths.DRIFT / _digest(first, second)))
 
 
 def monitor(
@@ -323,12 +313,15 @@ def monitor(
     if window.labels is not None:
         new["metrics"], new["unknown_labels"], new["labelled"] = _quality(loaded, window)
         metrics = {name: value for name, (value, _) in new["metrics"].items()}
-    of_validation = loaded.info.metrics.get("validation", {})
-    title = f"Window of {total:,} queries"
-    found = _compared(params, title, {**old, "metrics": of_validation}, new)
+    old = {**old, "metrics": loaded.info.metrics.get("validation", {})}
     model = {"source": source, "bundle_sha256": loaded.sha256}
-    found = replace(
-        found,
+    found = Comparison(
+        title=f"Window of {total:,} queries",
+        names=("trained on", "window"),
+        old=old,
+        new=new,
+        checks=compare(old, new, params.drift),
+        reason=not_judged(total, params.drift),
         facts={
             "queries": total,
             "looked at": len(window.texts),
@@ -337,46 +330,20 @@ def monitor(
             "data set sha256": old["sha256"],
             "metrics": metrics or {},
         },
-        more={
-            "judged": not found.reason,
-            "queries": total,
-            "metrics": metrics,
-            "model": model,
-        },
+        more={"queries": total, "metrics": metrics, "model": model},
     )
     stem = Path(queries_path).name.partition(".")[0]
     name = f"{stem}-{_digest(file_sha256(queries_path), loaded.sha256)}"
-    out = paths.MONITOR / name
-    with swap_folder(out) as folder:
-        found.write(folder)
-    result = WindowDrift(
-        **_results(found, out), queries=total, metrics=metrics, model=model, run_url=None
-    )
+    written = _written(found, paths.MONITOR / name)
+    result = WindowDrift(**written, queries=total, metrics=metrics, model=model, run_url=None)
     return replace(result, run_url=_track(params, result, found.checks, name))
 
 
-def _compared(params: Params, title: str, old: Side, new: Side) -> Comparison:
-    """A window of queries, or a later data set, compared; a window of few queries is not judged."""
-    return Comparison(
-        title=title,
-        names=("trained on", "window"),
-        old=old,
-        new=new,
-        checks=compare(old, new, params.drift),
-        reason=not_judged(new.get("count"), params.drift),
-    )
-
-
-def _results(found: Comparison, out: Path) -> dict[str, Any]:
-    """The fields of a `DataDrift`; its files are in the folder `out`."""
-    return {
-        "drifted": found.drifted,
-        "findings": found.findings,
-        "judged": not found.reason,
-        "reason": found.reason,
-        "page": str(out / PAGE),
-        "result": str(out / FINDINGS),
-    }
+def _written(found: Comparison, out: Path) -> dict[str, Any]:
+    """Write a comparison to the folder `out`; returns the fields of a `DataDrift`."""
+    with swap_folder(out) as folder:
+        facts = found.write(folder)
+    return {**facts, "page": str(out / PAGE), "result": str(out / FINDINGS)}
 
 
 def _of_bundle(folder: Path, source: str) -> tuple[Side, Path]:
@@ -384,8 +351,11 @@ def _of_bundle(folder: Path, source: str) -> tuple[Side, Path]:
     no profile.
     """
     if (profile := read_profile(folder)) is None:
-        fix = "`unidec index build` writes one"
-        raise ArtifactError("the bundle has no profile of its training data", where=source, fix=fix)
+        raise ArtifactError(
+            "the bundle has no profile of its training data",
+            where=source,
+            fix="`unidec index build` writes one",
+        )
     return profile, folder / _TOKENIZER
 
 
@@ -456,8 +426,12 @@ def _track(params: Params, result: WindowDrift, checks: Sequence[Check], name: s
     """
     tracker = Tracker(f"{params.tracking.experiment}-monitor")
     tags = {"drifted": str(result.drifted).lower(), "bundle.sha256": result.model["bundle_sha256"]}
-    facts = {"queries": result.queries, "bundle": result.model["source"]}
-    tracker.start(Path(result.page).parent, facts, tags, run_name=name)
+    tracker.start(
+        Path(result.page).parent,
+        {"queries": result.queries, "bundle": result.model["source"]},
+        tags,
+        run_name=name,
+    )
     figures = {f"drift/{check.key}": float(check.new) for check in checks}
     tracker.log_final(figures | {"drift/drifted": float(result.drifted)})
     tracker.log_files([result.page, result.result])

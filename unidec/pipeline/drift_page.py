@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from unidec.data.profile import LENGTH_EDGES
 from unidec.data.storage import write_json
 from unidec.evaluation.drift import Check
@@ -42,15 +44,6 @@ class Comparison:
     docs: str = ""
 
     @property
-    def drifted(self) -> bool:
-        """Whether any figure drifted."""
-        return any(check.drifted for check in self.checks)
-
-    @property
-    def findings(self) -> list[dict[str, object]]:
-        """The checks for JSON."""
-        return [check.to_json() for check in self.checks]
-
     def charts(self) -> list[Chart | None]:
         """The lengths of queries and labels, and the scores of the best labels, of both sides."""
         old = self.old
@@ -58,29 +51,28 @@ class Comparison:
         both = [which for which in ("queries", "labels") if which in old and which in new]
         charts = [self._lengths(which) for which in both]
         if old.get("served") and new.get("served"):
-            scores = [side["served"]["score_quantiles"] for side in (old, new)]
-            lines = [
-                Line(name, range(len(of)), of) for name, of in zip(self.names, scores, strict=True)
-            ]
+            lines = []
+            for name, side in zip(self.names, (old, new), strict=True):
+                scores = side["served"]["score_quantiles"]
+                lines.append(Line(name, range(len(scores)), scores))
             title = "Score of the best label"
             charts.append(line_chart(title, lines, "percent of queries", "top score at most"))
         return charts
 
     def _lengths(self, which: str) -> Chart | None:
-        counts = [side[which]["length"]["histogram"] for side in (self.old, self.new)]
-        filled = [number for number, pair in enumerate(zip(*counts, strict=True)) if any(pair)]
-        shown = slice(min(filled, default=0), max(filled, default=0) + 1)
-        bars = []
-        for name, side in zip(self.names, counts, strict=True):
-            total = max(sum(side), 1)
-            bars.append((name, [100 * count / total for count in side[shown]]))
+        sides = (self.old, self.new)
+        counts = np.array([side[which]["length"]["histogram"] for side in sides])
+        filled = np.flatnonzero(counts.any(axis=0)).tolist() or [0]
+        shown = slice(filled[0], filled[-1] + 1)
+        totals = np.maximum(counts.sum(axis=1, keepdims=True), 1)
+        percent = 100 * counts[:, shown] / totals
+        bars = list(zip(self.names, percent.tolist(), strict=True))
         edges = [str(edge) for edge in LENGTH_EDGES[shown]]
         title = f"Length of {which}"
         return bar_chart(title, edges, bars, "percent", x_label="characters from")
 
-    def write(self, folder: Path) -> None:
-        """Write drift.json and index.html into a folder."""
-        head = ["word", *self.names]
+    def write(self, folder: Path) -> dict[str, Any]:
+        """Write drift.json and index.html into a folder; returns what was found."""
         moved = moved_words(self.old, self.new) if self.old and self.new else []
         html = render(
             "drift",
@@ -90,12 +82,22 @@ class Comparison:
             facts_shown=self.facts,
             reason=self.reason,
             docs=self.docs,
-            distributions=self.charts(),
-            words=Table(head, moved, caption="Words that moved most, by share of all words"),
+            distributions=self.charts,
+            words=Table(
+                ["word", *self.names],
+                moved,
+                caption="Words that moved most, by share of all words",
+            ),
         )
-        found = {"drifted": self.drifted, "findings": self.findings, "reason": self.reason}
+        found = {
+            "drifted": any(check.drifted for check in self.checks),
+            "findings": [check.to_json() for check in self.checks],
+            "judged": not self.reason,
+            "reason": self.reason,
+        }
         write_json(folder / FINDINGS, {**found, **self.more})
         (folder / PAGE).write_text(html, encoding="utf-8")
+        return found
 
 
 def moved_words(*sides: Side) -> list[list[str]]:
@@ -104,16 +106,15 @@ def moved_words(*sides: Side) -> list[list[str]]:
     Each side has only its most frequent words; any other word counts with the share of the rarest
     of them.
     """
-    shares = []
+    import pandas as pd
+
+    columns = []
     for side in sides:
         words = side["queries"]["words"]
-        total = max(words["count"], 1)
-        shares.append({word: count / total for word, count in words["top"].items()})
-    old, new = shares
-    least_old, least_new = (min(of.values(), default=0.0) for of in shares)
-    change = {}
-    for word in {**old, **new}:
-        change[word] = abs(new.get(word, least_new) - old.get(word, least_old))
-    moved = sorted(change, key=lambda word: (-change[word], word))[:_MOVED_WORDS]
-    shown = [[f"{of[word]:.2%}" if word in of else "–" for of in shares] for word in moved]
-    return [[word, *cells] for word, cells in zip(moved, shown, strict=True)]
+        count = pd.Series(words["top"], dtype=float)
+        columns.append(count / max(words["count"], 1))
+    share = pd.concat(columns, axis=1).sort_index()
+    old, new = share.fillna(share.min()).fillna(0.0).to_numpy().T
+    moved = (-abs(new - old)).argsort(kind="stable")[:_MOVED_WORDS]
+    cells = share.iloc[moved].map("{:.2%}".format, na_action="ignore").fillna("–")
+    return cells.reset_index().to_numpy().tolist()

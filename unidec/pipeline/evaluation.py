@@ -5,12 +5,14 @@ Legend: n queries of the split, K places.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -20,12 +22,12 @@ from unidec.data.dataset import Text, XMCDataset
 from unidec.data.propensity import training_counts
 from unidec.data.storage import read_json_lines, write_bytes_atomic, write_json
 from unidec.evaluation import baselines
-from unidec.evaluation.metrics import by_query, frequency_bins, ideal_ranking, pair_keys
+from unidec.evaluation.metrics import by_query, frequency_bins, ideal_ranking
 from unidec.evaluation.page import write_page
 from unidec.evaluation.plot_tables import plots_csv, validation_records
 from unidec.evaluation.report import ReportInput, render
 from unidec.evaluation.significance import Comparison
-from unidec.metric_names import BASELINES, GROUPS, headline, shown
+from unidec.metric_names import BASELINES, GROUPS, headline, of_all_labels, shown
 from unidec.model.search import exact_search
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import QUERIES_AT_ONCE, K, Ranking
@@ -131,28 +133,25 @@ def evaluate(params: Params) -> Evaluation:
 def _measure(params: Params) -> Measured:
     """Rank the test split, and measure the bundle, its parts and the baselines."""
     dataset = paths.open_dataset()
-    device = str(choose_device(params.device))
-    bundle = Bundle.load(paths.BUNDLE, device=device)
+    bundle = Bundle.load(paths.BUNDLE, device=str(choose_device(params.device)))
     precision = params.optim.precision
     ranking = Ranking.of_model(bundle.model, dataset, "test", precision, bundle.vectors)
     ranking = ranking.with_words(bundle.words)
     ranker = ranking.ranker(bundle.ranker.heads)
     found = ranker.search(ranking.encoded, CANDIDATES, ranking.excluded)
     scores, labels = _ranked(bundle, ranking, found)
-    by_heads = found.rows[:, :K]
-    result = _figures(bundle, ranking, labels, by_heads)
+    result = _figures(bundle, ranking, labels, found.rows[:, :K])
     text = params.tokens.text
     weights = (ranking.propensity.inverse_L, ranking.propensity.group_L)
     tfidf = baselines.measure_baselines(dataset, text, *weights)
     compared = baselines.compare_with_baselines(labels, ranking.truth, tfidf, *weights)
-    names = [name for name in shown("compared") if "/" not in name]
-    result["baselines"] = {}
-    for baseline, own in tfidf.metrics.items():
-        result["baselines"][baseline] = {name: own[name] for name in names}
+    names = of_all_labels()
+    result["baselines"] = {
+        baseline: {name: own[name] for name in names} for baseline, own in tfidf.metrics.items()
+    }
     # lists, because `dvc metrics` omits lists from its tables
     result["against_baselines"] = [asdict(one) for one in compared]
-    metrics = headline(result["test"])
-    result["warnings"] = _warnings(metrics, dataset, text)
+    result["warnings"] = _warnings(headline(result["test"]), dataset, text)
     return Measured(
         bundle=bundle,
         ranking=ranking,
@@ -185,8 +184,7 @@ def _description(
     recipe = params.recipe or "-"
     facts = f"{dataset.name}, {dataset.num_labels:,} labels; recipe {recipe}; start: {origin}."
     table = markdown_table(measured.result["test"] | minutes)
-    pages = "`report.html`: by frequency, curves, examples."
-    return "\n\n".join([table, verdict, f"{facts} {pages}"])
+    return f"{table}\n\n{verdict}\n\n{facts} `report.html`: by frequency, curves, examples."
 
 
 def markdown_table(figures: Mapping[str, float]) -> str:
@@ -218,9 +216,7 @@ def _report(
         title += f", run {tracker.run_name}"
     if commit := tags.get(COMMIT_TAG):
         title += f", commit {commit[:8]}"
-    of_baselines = {}
-    for name, metrics in measured.tfidf.metrics.items():
-        of_baselines[BASELINES[name]] = headline(metrics)
+    of_baselines = measured.tfidf.metrics.items()
     return ReportInput(
         title=title,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -236,7 +232,7 @@ def _report(
         bins=result["frequency_bins"],
         metrics=_systems(result, heads),
         at_best=at_best(measured.ranking),
-        baselines=of_baselines,
+        baselines={BASELINES[name]: headline(metrics) for name, metrics in of_baselines},
         baseline_note=measured.tfidf.about,
         comparison=measured.compared,
         verdict=baselines.verdict(measured.compared),
@@ -266,8 +262,7 @@ def _figures(bundle: Bundle, ranking: Ranking, labels: np.ndarray, by_heads: np.
         result["knn"] = ranking.metrics_of_votes(ranker.voting)
     result["index"] = _against_exact(bundle, ranking, labels)
     result["index"]["clf_weight"] = info.clf_weight
-    knn_weight = info.knn.weight if info.knn else 0.0
-    result["index"]["knn_weight"] = knn_weight
+    result["index"]["knn_weight"] = info.knn.weight if info.knn else 0.0
     result["validation"] = info.metrics.get("validation", {})
     propensity = ranking.propensity
     result["frequency_bins"] = frequency_bins(
@@ -293,11 +288,10 @@ def _ranked(
         in_block = None
         if found is not None:
             in_block = Ranked(found.rows[block], found.scores[block])
-        encoded = ranking.encoded.take(block)
-        exclude = pair_keys(ranking.filter_pairs[block])
-        part = bundle.ranker.rank(encoded, K, exclude, found=in_block)
-        scores.append(part.scores)
-        labels.append(part.rows)
+        part = ranking.part(block)
+        best = bundle.ranker.rank(part.encoded, K, part.excluded, found=in_block)
+        scores.append(best.scores)
+        labels.append(best.rows)
     return np.concatenate(scores), np.concatenate(labels)
 
 
@@ -320,8 +314,7 @@ def _against_exact(bundle: Bundle, ranking: Ranking, labels: np.ndarray) -> Figu
     figures = {}
     for n in (10, K):
         if n <= k:
-            share = recall(approximate[:, :n], exact[:, :n])
-            figures[f"recall@{n}"] = 100 * share
+            figures[f"recall@{n}"] = 100 * recall(approximate[:, :n], exact[:, :n])
     best = first.metrics_of(labels[:ORACLE_QUERIES])
     _, served = _ranked(bundle, first)
     of_served = first.metrics_of(served)
@@ -333,18 +326,12 @@ def _against_exact(bundle: Bundle, ranking: Ranking, labels: np.ndarray) -> Figu
 def _write_predictions(ranking: Ranking, scores: np.ndarray, labels: np.ndarray) -> None:
     """Write a row per query: its uid and row, its label rows (best first) and their scores."""
     keep = labels >= 0
-    ends = np.cumsum(keep.sum(axis=1))
-    offsets = np.concatenate([[0], ends]).astype(np.int32)
-
-    def lists(values: np.ndarray, dtype: type) -> pa.Array:
-        kept = pa.array(values[keep].astype(dtype))
-        return pa.ListArray.from_arrays(pa.array(offsets), kept)
-
+    ends = np.append(0, keep.sum(axis=1).cumsum())
     columns = {
-        "query": pa.array(ranking.dataset.query_uids(ranking.rows)),
-        "query_row": pa.array(ranking.rows),
-        "labels": lists(labels, np.int32),
-        "scores": lists(scores, np.float32),
+        "query": pa.array(ranking.dataset.query_uids(ranking.rows), pa.string()),
+        "query_row": ranking.rows,
+        "labels": pa.ListArray.from_arrays(ends, labels[keep].astype(np.int32)),
+        "scores": pa.ListArray.from_arrays(ends, scores[keep].astype(np.float32)),
     }
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table(columns), sink, compression="zstd")
@@ -361,13 +348,12 @@ def split_figures(result: Figures) -> dict[str, float]:
         **dict.fromkeys(PARTS, shown("part")),
         "index": list(result["index"]),
     }
-    figures = {}
-    for part, names in selected.items():
-        measured = result.get(part, {})
-        for name in names:
-            if name in measured:
-                figures[f"{part}/{name}"] = measured[name]
-    return figures
+    return {
+        f"{part}/{name}": result[part][name]
+        for part, names in selected.items()
+        for name in names
+        if name in result.get(part, ())
+    }
 
 
 def _systems(result: Figures, heads: str) -> dict[str, dict[str, float]]:
@@ -389,20 +375,20 @@ def data_card(params: Params) -> dict[str, str | int]:
     dataset = paths.open_dataset()
     propensity = paths.open_propensity()
     meta = dataset.manifest["meta"]
-    card: dict[str, str | int] = {"name": dataset.name, "text": params.tokens.text}
-    card["tokens a text, at most"] = params.tokens.max_length
-    for split, count in meta["splits"].items():
-        card[f"{split} queries"] = count
-    card["labels"] = dataset.num_labels
-    card["pairs"] = meta["num_pairs"]
-    card["filter pairs"] = meta["num_filter_pairs"]
-    for number, group in enumerate(GROUPS):
-        of_group = propensity.group_L == number
-        card[f"{group} labels"] = int(of_group.sum())
+    in_group = np.bincount(propensity.group_L, minlength=len(GROUPS)).tolist()
     without = training_counts(dataset) == 0
-    card["labels without training queries"] = int(without.sum())
-    card["propensity A, B"] = f"{params.data.propensity_a}, {params.data.propensity_b}"
-    return card
+    return {
+        "name": dataset.name,
+        "text": params.tokens.text,
+        "tokens a text, at most": params.tokens.max_length,
+        **{f"{split} queries": count for split, count in meta["splits"].items()},
+        "labels": dataset.num_labels,
+        "pairs": meta["num_pairs"],
+        "filter pairs": meta["num_filter_pairs"],
+        **{f"{group} labels": num for group, num in zip(GROUPS, in_group, strict=True)},
+        "labels without training queries": int(without.sum()),
+        "propensity A, B": f"{params.data.propensity_a}, {params.data.propensity_b}",
+    }
 
 
 def at_best(ranking: Ranking) -> dict[str, float]:
@@ -411,10 +397,8 @@ def at_best(ranking: Ranking) -> dict[str, float]:
     """
     best = ideal_ranking(ranking.truth, ranking.propensity.inverse_L, K)
     metrics = ranking.metrics_of(best)
-    for name in list(metrics):
-        if "coverage" in name or "num_queries" in name:
-            del metrics[name]
-    return metrics
+    left_out = re.compile("coverage|num_queries")
+    return {name: value for name, value in metrics.items() if not left_out.search(name)}
 
 
 def _lineage(
@@ -470,8 +454,11 @@ def _examples(measured: Measured) -> Figures:
             first = first[sign * gain[first] > 0]
         return [_example(measured, places[j], float(gain[j])) for j in first]
 
-    gain_over = BASELINES.get(baseline, "")
-    return {"gains": examples(1), "losses": examples(-1), "gain_over": gain_over}
+    return {
+        "gains": examples(1),
+        "losses": examples(-1),
+        "gain_over": BASELINES.get(baseline, ""),
+    }
 
 
 def _example(measured: Measured, i: int, gain: float) -> Figures:
@@ -483,18 +470,16 @@ def _example(measured: Measured, i: int, gain: float) -> Figures:
     relevant = ranking.truth[i].indices
     labels = measured.labels[i, :SHOWN]
     labels = labels[labels >= 0]
-    missed = np.setdiff1d(relevant, labels)
-    columns = {
+    predictions = {
         "label": dataset.label_uids(labels),
         "title": dataset.label_texts(labels),
-        "score": measured.scores[i, : len(labels)].tolist(),
-        "correct": np.isin(labels, relevant).tolist(),
+        "score": measured.scores[i, : len(labels)],
+        "correct": np.isin(labels, relevant),
     }
-    rows = zip(*columns.values(), strict=True)
     return {
         "gain": gain,
         "query": dataset.query_texts(ranking.rows[[i]])[0],
         "truth": dataset.label_texts(relevant),
-        "missed": dataset.label_texts(missed) if len(missed) else [],
-        "predictions": [dict(zip(columns, row, strict=True)) for row in rows],
+        "missed": dataset.label_texts(np.setdiff1d(relevant, labels)),
+        "predictions": pd.DataFrame(predictions).to_dict("records"),
     }

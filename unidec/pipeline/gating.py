@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -24,10 +25,11 @@ from unidec.bundle.bundle import Bundle
 from unidec.bundle.probe import Probe, probe_bundle
 from unidec.config import Gate, Params
 from unidec.data.dataset import Text, XMCDataset
+from unidec.data.profile import spaced
 from unidec.data.storage import files_sha256, write_json
 from unidec.data.temporary import remove_folder
 from unidec.errors import ArtifactError
-from unidec.evaluation.metrics import filtered_truth, moved_up
+from unidec.evaluation.metrics import moved_up, truth_of
 from unidec.evaluation.page import render, write_page
 from unidec.evaluation.significance import Check, challenge
 from unidec.metric_names import headline
@@ -109,19 +111,19 @@ def gate(params: Params, version: str | int = CHALLENGER) -> Verdict:
         DataError, ArtifactError: no data set, or the champion's bundle is damaged. A challenger
             that is worse, damaged or does not load is no error: it does not pass.
     """
-    name = params.tracking.model_name
-    client = open_client(tracking_uri())
-    challenger = _with_commit(client, known_version(client, name, version))
-    champion = version_of(client, name, CHAMPION)
+    client, challenger, champion = _versions(params, version)
+    challenger = _with_commit(client, challenger)
     already = champion is not None and champion.version == challenger.version
     checks = [Check("champion", True, None, None, "it is already the champion")]
+    passed = True
     details = dict[str, Any]()
     if not already:
         dataset = paths.open_dataset()
         checks, details = _checks(params, challenger, champion, dataset)
+        passed = all(check.passed for check in checks)
         details |= {
-            "model": name,
-            "passed": all(check.passed for check in checks),
+            "model": challenger.name,
+            "passed": passed,
             "reasons": checks,
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
             "challenger": _described(challenger),
@@ -135,18 +137,19 @@ def gate(params: Params, version: str | int = CHALLENGER) -> Verdict:
         }
         write_json(GATE_JSON, details)
         write_page(GATE_PAGE, render("gate", verdict=details))
-        conditions = _conditions(params, challenger, champion)
-        promotion.record_verdict(client, challenger, details, conditions)
-        judged = [version for version in (challenger, champion) if version is not None]
+        promotion.record_verdict(
+            client, challenger, details, _conditions(params, challenger, champion)
+        )
+        judged = [challenger, champion] if champion else [challenger]
         _purge({version.tags.get(HASH_TAG, "")[:16] for version in judged})
     for check in checks:
         level = logging.INFO if check.passed else logging.WARNING
         log.log(level, "gate: %s: %s", check.check, check.words)
     compared = details.get("metrics", {}).items()
     return Verdict(
-        passed=all(check.passed for check in checks),
+        passed=passed,
         already=already,
-        model=name,
+        model=challenger.name,
         reasons=checks,
         challenger=str(challenger.version),
         champion=str(champion.version) if champion else None,
@@ -163,18 +166,23 @@ def needs_gate(params: Params, version: str | int) -> bool:
     a refused version while the conditions of the refusal (champion, data set, gate settings,
     uncommitted changes) are the same.
     """
-    name = params.tracking.model_name
-    client = open_client(tracking_uri())
-    challenger = known_version(client, name, version)
-    champion = version_of(client, name, CHAMPION)
+    _, challenger, champion = _versions(params, version)
     if champion is None:
         return True
     if champion.version == challenger.version or ROLLED_BACK[0] in challenger.tags:
         return False
     if challenger.tags.get("gate.passed") != "false":
         return True
-    conditions = _conditions(params, challenger, champion)
-    return challenger.tags.get("gate.settings") != conditions
+    return challenger.tags.get("gate.settings") != _conditions(params, challenger, champion)
+
+
+def _versions(
+    params: Params, version: str | int
+) -> tuple[MlflowClient, ModelVersion, ModelVersion | None]:
+    """A client of the registry, this version, and the champion."""
+    name = params.tracking.model_name
+    client = open_client(tracking_uri())
+    return client, known_version(client, name, version), version_of(client, name, CHAMPION)
 
 
 def promote(
@@ -188,13 +196,12 @@ def promote(
 
 def _conditions(params: Params, challenger: ModelVersion, champion: ModelVersion | None) -> str:
     """A hash of everything beside the model that a verdict depends on."""
-    not_committed = bool(uncommitted(challenger.tags) or unknown_code(challenger.tags))
     facts = {
         "champion": champion and str(champion.version),
         "data": paths.open_dataset().sha256,
         "settings": params.gate.model_dump(),
         "validation": params.validation.model_dump(),
-        "uncommitted": not_committed,
+        "uncommitted": bool(uncommitted(challenger.tags) or unknown_code(challenger.tags)),
     }
     return files_sha256({key: json.dumps(value) for key, value in facts.items()})[:16]
 
@@ -214,25 +221,22 @@ def _provenance(version: ModelVersion, champion: ModelVersion | None, rules: Gat
     """
     tags = version.tags
     force = f"`unidec models promote {version.version} --force`"
-    accepted = ", which gate.allow_dirty accepts"
-    commit = tags.get(COMMIT_TAG, "")[:12]
-    files = uncommitted(tags)
+    is_accepted = rules.allow_dirty
+    fix = f": correct that and run `make train`, or run {force}"
+    if is_accepted:
+        fix = ", which gate.allow_dirty accepts"
     if reason := unknown_code(tags):
         what = f"unknown, because git does not answer ({reason})"
-        fix = accepted if rules.allow_dirty else f": fix that and run `make train`, or run {force}"
-        check = Check("code", rules.allow_dirty, "unknown", "clean", what + fix)
-    elif files:
-        listed = ", ".join(files[:5]) + (", ..." if len(files) > 5 else "")
-        what = f"made with uncommitted changes ({listed})"
-        fix = (
-            accepted if rules.allow_dirty else f": commit them and run `make train`, or run {force}"
-        )
+        check = Check("code", is_accepted, "unknown", "clean", what + fix)
+    elif files := uncommitted(tags):
+        what = f"made with uncommitted changes ({', '.join(files[:5])})"
         if champion is None:
+            is_accepted = True
             fix = ", accepted for a first champion; commit them, or later models are refused"
             log.warning("gate: version %s was %s%s", version.version, what, fix)
-        is_accepted = champion is None or rules.allow_dirty
         check = Check("code", is_accepted, "dirty", "clean", what + fix)
     else:
+        commit = tags.get(COMMIT_TAG, "")[:12]
         words = f"commit {commit}" if commit else "not in a git repository"
         check = Check("code", True, commit or None, None, words)
     if ROLLED_BACK[0] not in tags:
@@ -270,8 +274,7 @@ def _checks(
     sha256 = challenger.tags.get(HASH_TAG, "")
     champion_folder = {} if champion is None else {"champion": _fetch(champion)}
     rows = dataset.rows("test")
-    probed = rows if len(rows) else dataset.rows("train")
-    probed = probed[:: max(len(probed) // rules.probes, 1)][: rules.probes]  # evenly spaced
+    probed = spaced(rows if len(rows) else dataset.rows("train"), rules.probes)
     check = "hash"
     try:
         folders = {"challenger": _fetch(challenger)} | champion_folder
@@ -296,17 +299,18 @@ def _checks(
     if not unseen.check.passed:
         return checks, details
     rows = unseen.rows
-    device, ranked, details["labels"] = choose_device(params.device).type, {}, {}
+    device = choose_device(params.device).type
+    ranked = {}
+    details["labels"] = {}
     for which, folder in folders.items():
         # its hashes were checked when it was fetched
         bundle = Bundle.load(folder, verify=False, device=device)
         ranked[which], details["labels"][which] = rank_queries(bundle, dataset, rows)
     propensity = paths.open_propensity()
-    truth = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
     metric_checks, comparison = challenge(
         ranked["challenger"],
         ranked["champion"],
-        truth,
+        truth_of(dataset, rows),
         propensity.inverse_L,
         propensity.group_L,
         rules,
@@ -355,29 +359,29 @@ def resource_checks(probes: Mapping[str, Probe], rules: Gate) -> list[Check]:
     """
     probe = probes["challenger"]
     champion = probes.get("champion")
-    load, latency, size = map(rules.bound, ("max_load", "max_latency", "max_size"))
     checks = []
-    for name, key, limit, unit in (
-        ("load time", "load_seconds", load.own, "s from start to the first answer"),
-        ("latency", "p95_ms", latency.own, "ms, p95 of single queries"),
-        ("size", "megabytes", size.own, "MB on disk"),
+    for name, bound, key, unit in (
+        ("load time", "max_load", "load_seconds", "s from start to the first answer"),
+        ("latency", "max_latency", "p95_ms", "ms, p95 of single queries"),
+        ("size", "max_size", "megabytes", "MB on disk"),
     ):
         got = getattr(probe, key)
-        if limit:
+        if limit := rules.bound(bound).own:
             words = f"{got:.3g} {unit}, at most {limit:g}"
             checks.append(Check(name, got <= limit, got, limit, words))
-    for name, key, limit, unit in (
-        ("load", "load_cpu_seconds", load.ratio, "s of processor time to an answer"),
-        ("latency", "p95_cpu_ms", latency.ratio, "ms of processor time, p95 of a query"),
-        ("size", "megabytes", size.ratio, "MB"),
+    for name, bound, key, unit in (
+        ("load ratio", "max_load", "load_cpu_seconds", "s of processor time to an answer"),
+        ("latency ratio", "max_latency", "p95_cpu_ms", "ms of processor time, p95 of a query"),
+        ("size ratio", "max_size", "megabytes", "MB"),
     ):
-        before = getattr(champion, key) if champion else 0.0
+        limit = rules.bound(bound).ratio
+        before = getattr(champion, key, 0.0)
         if limit and before:
             got = getattr(probe, key)
             ratio = got / before
             words = f"{got:.3g} against {before:.3g} {unit}: {ratio:.2f} times the champion's"
             words += f", at most {limit:g}"
-            checks.append(Check(f"{name} ratio", ratio <= limit, ratio, limit, words))
+            checks.append(Check(name, ratio <= limit, ratio, limit, words))
     return checks
 
 
@@ -391,29 +395,28 @@ def rank_queries(
         "unknown" labels (in the data set, not in the bundle) and "removed" ones (in the bundle, not
         in the data set).
     """
-    row_of = {uid: row for row, uid in enumerate(dataset.label_uids())}
-    row_of_B = np.array([row_of.get(uid, -1) for uid in bundle.uids.to_pylist()], dtype=np.int64)
+    import pandas as pd
+
+    row_of_B = pd.Index(dataset.label_uids()).get_indexer(bundle.uids.to_pylist())
     removed = int((row_of_B < 0).sum())
     places = K + min(removed, _MOST_REMOVED)
     filtered = dataset.filter_pairs[rows]
     excluded = [dataset.labels["uid"].take(row.indices).to_pylist() for row in filtered]
     texts = own_texts(bundle, dataset, rows)
-    parts = [np.zeros((0, K), dtype=np.int32)]
-    with progress(total=len(texts), desc=f"queries by {bundle.sha256[:8]}", unit="query") as bar:
-        for start in range(0, len(texts), _BLOCK):
-            block = slice(start, start + _BLOCK)
-            predicted = bundle.predict_arrays(texts[block], places, excluded[block]).rows
-            mapped_NK = np.where(predicted >= 0, row_of_B[np.maximum(predicted, 0)], -1)
-            parts.append(moved_up(mapped_NK, K).astype(np.int32))
-            bar.update(len(predicted))
+    parts = []
+    starts = range(0, len(texts), _BLOCK)
+    for start in progress(starts, desc=f"queries by {bundle.sha256[:8]}", unit="block"):
+        block = slice(start, start + _BLOCK)
+        predicted = bundle.predict_arrays(texts[block], places, excluded[block]).rows
+        mapped_NK = np.where(predicted >= 0, row_of_B[predicted], -1)
+        parts.append(moved_up(mapped_NK, K).astype(np.int32))
     unknown = dataset.num_labels - (len(row_of_B) - removed)
     return np.concatenate(parts), {"unknown": unknown, "removed": removed}
 
 
 def own_texts(bundle: Bundle, dataset: XMCDataset, rows: np.ndarray) -> list[str]:
     """Texts of queries, with or without their content as in the training of the bundle's model."""
-    text: Text = "title+content" if bundle.info.text == "title+content" else "title"
-    return dataset.query_texts(rows, text)
+    return dataset.query_texts(rows, cast(Text, bundle.info.text))
 
 
 def _fetch(version: ModelVersion) -> Path:
@@ -425,6 +428,7 @@ def _purge(in_use: set[str]) -> None:
     all of them.
     """
     folders = [path for path in paths.BUNDLES.glob("[!.]*") if path.is_dir()]
-    for path in sorted(folders, key=lambda path: -path.stat().st_mtime)[_KEPT_COPIES:]:
+    newest = sorted(folders, key=os.path.getmtime, reverse=True)
+    for path in newest[_KEPT_COPIES:]:
         if path.name not in in_use:
             remove_folder(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from unidec.metric_names import headline
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import Ranking, fused, training_neighbours, tuned_blend
+from unidec.progress import say
 from unidec.ranking.calibration import LEAST_RELEVANT, fit_calibration
 from unidec.ranking.index import LabelIndex
 from unidec.ranking.index_tune import Measured, default_kinds, tune
@@ -97,7 +97,7 @@ def index(params: Params) -> Indexed:
     calibration = fit_calibration(blend.ranked.scores[:, :CALIBRATED], relevant)
     if calibration is None:
         what = f"fewer than {LEAST_RELEVANT} predictions of the validation queries are relevant"
-        print(f"no probabilities: {what}", file=sys.stderr)  # stdout is for the printed result
+        say(f"no probabilities: {what}")
     heads = ranking.heads(settings, blend.clf_weight)
     spec = IndexSpec.parse(settings.factory, settings.search)
     label_index = LabelIndex.build(heads, spec, show=True)

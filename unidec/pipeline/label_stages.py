@@ -159,12 +159,10 @@ def _voters(bundle: Bundle, dataset: XMCDataset) -> Neighbours | None:
     knn = bundle.info.knn
     if bundle.neighbours is None or knn is None or not len(rows):
         return None
-    texts = (
-        own_texts(bundle, dataset, rows),
-        dataset.label_texts(text=cast(Text, bundle.info.text)),
-    )
     sizes = (bundle.model.tokenizer_folder, bundle.model.max_length)
-    of_queries, of_labels = (encode_texts(each, *sizes) for each in texts)
+    of_queries = encode_texts(own_texts(bundle, dataset, rows), *sizes)
+    label_texts = dataset.label_texts(text=cast(Text, bundle.info.text))
+    of_labels = encode_texts(label_texts, *sizes)
     by: NeighboursBy = "model" if bundle.words is None else "words"
     return training_neighbours(
         bundle.model, dataset, "fp32", knn.vote, by, (of_queries, of_labels), knn.word_head

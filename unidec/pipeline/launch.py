@@ -12,7 +12,6 @@ A phase of a training runs on all ranks in one of two ways:
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -27,7 +26,7 @@ import torch
 
 from unidec.config import Params
 from unidec.cores import num_threads
-from unidec.data.storage import write_json
+from unidec.data.storage import read_json, write_json
 from unidec.errors import ConfigError, TrainingError, UnidecError
 from unidec.pipeline import paths
 from unidec.pipeline.parent_watch import GRACE_S, LAUNCHER, watch
@@ -147,21 +146,14 @@ def _start(devices: int, folder: str, restarts: int) -> subprocess.Popen[bytes]:
         sys.executable,
         "-m",
         "torch.distributed.run",
-        "--nnodes",
-        "1",
-        "--nproc-per-node",
-        str(devices),
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "127.0.0.1:0",
-        "--local-addr",
-        "127.0.0.1",
-        "--max-restarts",
-        str(restarts),
-        "--monitor-interval",
-        "0.5",
-        "-m",
+        "--nnodes=1",
+        f"--nproc-per-node={devices}",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",
+        "--local-addr=127.0.0.1",
+        f"--max-restarts={restarts}",
+        "--monitor-interval=0.5",
+        "--module",
         "unidec.pipeline.training",
         folder,
     ]
@@ -180,11 +172,9 @@ def _result(folder: Path, code: int) -> dict[str, Any]:
             raise error
     if code == 0 and outcomes and "report" in outcomes[0]:
         return outcomes[0]["report"]
-    got = (
-        f"torchrun ended by {signal.Signals(-code).name}"
-        if code < 0
-        else f"exit code {code} of torchrun"
-    )
+    got = f"exit code {code} of torchrun"
+    if code < 0:
+        got = f"torchrun ended by {signal.Signals(-code).name}"
     raise TrainingError(
         "a process of the training died",
         where="torchrun",
@@ -201,9 +191,7 @@ def _outcomes(folder: Path) -> list[dict[str, Any]]:
     "exit_code"} of ranks with an error, with exit code 0 if the rank only lost the connection to
     another one.
     """
-    return [
-        json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("rank-*.json"))
-    ]
+    return [read_json(file) for file in sorted(folder.glob("rank-*.json"))]
 
 
 def worker(folder: Path, work: Work) -> int:
@@ -215,7 +203,7 @@ def worker(folder: Path, work: Work) -> int:
     code.
     """
     watch(os.getppid())
-    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    job = read_json(folder / "job.json")
     rank = int(os.environ["RANK"])
     outcome = folder / f"rank-{rank}.json"
     outcome.unlink(missing_ok=True)  # from before a restart

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.line_file import readable_rows
@@ -150,8 +152,8 @@ class _Tables:
         self.uids = dataset.query_uids()
         self.label_uids = dataset.label_uids()
         self.labels = frozenset(self.label_uids)
-        splits = [SPLITS[number] for number in dataset.split_N]
-        self.split_of = dict(zip(self.uids, splits, strict=True))
+        numbers = zip(self.uids, dataset.split_N, strict=True)
+        self.split_of = {uid: SPLITS[number] for uid, number in numbers}
         self.new: dict[str, str] = {}  # uid -> text
         self.pairs = self._pairs_of(dataset.relevance)
         self.filters = self._pairs_of(dataset.filter_pairs)
@@ -162,10 +164,8 @@ class _Tables:
 
     def _pairs_of(self, matrix: Any) -> dict[tuple[str, str], float]:
         found = matrix.tocoo()
-        queries = [self.uids[row] for row in found.row]
-        labels = [self.label_uids[column] for column in found.col]
-        keys = zip(queries, labels, strict=True)
-        return dict(zip(keys, found.data.astype(float).tolist(), strict=True))
+        pairs = zip(found.row, found.col, found.data, strict=True)
+        return {(self.uids[row], self.label_uids[label]): float(data) for row, label, data in pairs}
 
     def take(self, query: str, marks: Sequence[Mark]) -> None:
         """Apply the marks of one query."""
@@ -209,23 +209,22 @@ class _Tables:
 
     def write(self, folder: Path) -> None:
         """Write the four tables."""
-        queries = []
-        for row in self.dataset.queries.to_pylist():
-            split = self.split_of[row["uid"]]
-            queries.append({**_text_row(row), "split": split})
+        queries = _text_rows(self.dataset.queries)
+        for row in queries:
+            row["split"] = self.split_of[row["id"]]
         for uid, text in sorted(self.new.items()):
             queries.append({"id": uid, "text": text, "content": "", "split": "train"})
-        labels = [_text_row(row) for row in self.dataset.labels.to_pylist()]
+        labels = _text_rows(self.dataset.labels)
         pairs = [
             {"query_id": query, "label_id": label, "relevance": value}
             for (query, label), value in sorted(self.pairs.items())
         ]
         filters = [{"query_id": query, "label_id": label} for query, label in sorted(self.filters)]
-        tables: list[list[dict[str, Any]]] = [queries, labels, pairs, filters]
-        for name, rows in zip(FILES, tables, strict=True):
+        for name, rows in zip(FILES, (queries, labels, pairs, filters), strict=True):
             with (folder / name).open("w", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def _text_row(row: dict[str, Any]) -> dict[str, Any]:
-    return {"id": row["uid"], "text": row["title"], "content": row["content"]}
+def _text_rows(texts: pa.Table) -> list[dict[str, Any]]:
+    table = texts.select(["uid", "title", "content"])
+    return table.rename_columns(["id", "text", "content"]).to_pylist()

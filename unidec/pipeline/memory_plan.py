@@ -22,6 +22,7 @@ import torch
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from unidec.config import Params, with_settings
+from unidec.data.storage import folder_bytes
 from unidec.data.tokens import TokenCache
 from unidec.errors import ConfigError
 from unidec.machine import available_disk, available_host
@@ -371,8 +372,8 @@ def plan_memory(
             for amount in amounts
             if amount.num_bytes and not (training_only and amount.phase == "index")
         ]
-        step = f"{measured.num_queries:,} queries, {measured.num_labels:,} labels"
-        step += ", bf16" if half else ", fp32"
+        size = f"{measured.num_queries:,} queries, {measured.num_labels:,} labels"
+        step = f"{size}, bf16" if half else f"{size}, fp32"
         return Plan(tuple(counted), "cuda" if gpu else "cpu", step, available)
 
     plan = plan_of(params)
@@ -392,14 +393,14 @@ def stored_sizes(params: Params) -> Sizes:
     queries = paths.open_tokens("queries")
     labels = paths.open_tokens("labels")
     graph = paths.open_label_graph(params) if paths.LABEL_GRAPH.is_dir() else None
-    num_pairs = int(dataset.relevance.nnz)
+    num_pairs = dataset.relevance.nnz
     if graph is not None:
-        num_pairs += int(graph.nnz)
+        num_pairs += graph.nnz
     return Sizes(
         num_queries=dataset.num_queries,
         num_train=len(dataset.rows("train")),
         num_labels=dataset.num_labels,
-        num_pairs=num_pairs,
+        num_pairs=int(num_pairs),
         query_tokens=_mean_and_most(queries),
         label_tokens=_mean_and_most(labels),
         vocab_size=queries.vocab_size,
@@ -419,9 +420,7 @@ def check_fits(params: Params, free: Free | None = None) -> None:
     if not params.run.check_memory:
         return
     # a run replaces or reuses their files
-    folders = (paths.CACHE, paths.MODEL, paths.BUNDLE, paths.RUNS)
-    files = [file for folder in folders for file in folder.rglob("*") if file.is_file()]
-    reusable = sum(file.stat().st_size for file in files)
+    reusable = sum(map(folder_bytes, (paths.CACHE, paths.MODEL, paths.BUNDLE, paths.RUNS)))
     known: Free = {"disk": available_disk(paths.RUNS) + reusable}
     plan = plan_memory(params, free={**known, **(free or {})}, training_only=True)
     if not plan.short:
@@ -430,10 +429,9 @@ def check_fits(params: Params, free: Free | None = None) -> None:
     advice = plan.missing
     if plan.advice:
         advice = f"{', '.join(plan.settings('{}: {}'))}, or {plan.missing}"
-    where = str(paths.RUNS.absolute()) if "disk" in plan.shortages else f"device {plan.device}"
     raise ConfigError(
         f"the training does not fit: too little {lacking}",
-        where=where,
+        where=str(paths.RUNS.absolute()) if "disk" in plan.shortages else f"device {plan.device}",
         got="; ".join(plan.short),
         expected=f"at most {1 - MARGIN:.0%} of what is free",
         fix=f"{advice}; `unidec plan` lists the amounts, run.check_memory: false skips this check",

@@ -384,10 +384,9 @@ class _Probe:
             encoder.transformer.forward = self._outputs  # type: ignore[assignment, method-assign]
         if encoder.bag is not None:  # the host reads them
             encoder.bag._host_continues = np.arange(num_tokens) % 2 == 1
-        model = UniDEC(
+        return UniDEC(
             settings, self.params.model, self.num_labels, encoder, placement, add=additions
-        )
-        return model.train()
+        ).train()
 
     def _outputs(self, texts: Padded) -> Tensor:
         """What the transformer returns, without its work."""

@@ -16,9 +16,9 @@ from unidec.config import Params
 from unidec.data.formats import check_folder
 from unidec.data.storage import read_manifest
 from unidec.errors import ArtifactError, DataError, UnidecError, missing_package
-from unidec.model.sources import PACKAGED, check_positions, resolve_encoder
+from unidec.model.sources import PACKAGED
 from unidec.pipeline import paths
-from unidec.pipeline.data_stages import source_files
+from unidec.pipeline.data_stages import checked_encoder, source_files
 from unidec.tracking.store import sqlite_path, tracking_uri
 from unidec.user import check_writable
 
@@ -41,11 +41,16 @@ def check_before_work(params: Params, steps: Collection[str] = ALL_STEPS) -> Non
     Raises:
         UnidecError: the problems; its class and exit code are those of the first one.
     """
-    found = [error for check in _checks(params, steps) if (error := _error_of(check)) is not None]
+    found: list[UnidecError] = []
+    for check in _checks(params, steps):
+        try:
+            check()
+        except UnidecError as error:
+            found.append(error)
     if len(found) == 1:
         raise found[0]
     if found:
-        listed = "\n".join(str(error) for error in found)
+        listed = "\n".join(map(str, found))
         raise type(found[0])(f"{len(found)} problems\n{listed}")
 
 
@@ -61,14 +66,6 @@ def _checks(params: Params, steps: Collection[str]) -> Iterator[Callable[[], Non
         yield lambda: _check_devices(params)
 
 
-def _error_of(check: Callable[[], None]) -> UnidecError | None:
-    try:
-        check()
-    except UnidecError as error:
-        return error
-    return None
-
-
 def check_source(params: Params) -> None:
     """Check that the raw files are where section `source`, or else `data.path`, says. Raises
     DataError: they are not, or this user cannot read them.
@@ -76,12 +73,13 @@ def check_source(params: Params) -> None:
     if params.source.kind == "none":
         check_folder(params.data.path)
         return
-    files = source_files(params.source)
-    for path in files.values():
+    for path in source_files(params.source).values():
         if not os.access(path, os.R_OK):
-            fix = "mount or export it, or correct section source"
             raise DataError(
-                "cannot be read", where=str(path), got=f"user id {os.getuid()}", fix=fix
+                "cannot be read",
+                where=str(path),
+                got=f"user id {os.getuid()}",
+                fix="mount or export it, or correct section source",
             )
 
 
@@ -91,10 +89,7 @@ def _check_encoder(params: Params) -> None:
     is_on_hub = not (is_packaged or Path(name).is_dir()) and _HUB_NAME.fullmatch(name) is not None
     if is_on_hub and os.environ.get("HF_HUB_OFFLINE") != "1":
         return  # the stage `tokens` downloads it
-    folder = resolve_encoder(name)
-    if params.encoder.has_transformer:
-        length = params.tokens.max_length
-        check_positions(folder, min(length, params.encoder.transformer_tokens or length))
+    checked_encoder(params)
 
 
 def _check_start(params: Params) -> None:
@@ -105,13 +100,12 @@ def _check_start(params: Params) -> None:
         try:
             read_manifest(params.encoder.start, "model", verify=False)
         except ArtifactError as error:
-            fix = 'give the folder of an exported model, or encoder.start: ""'
             raise ArtifactError(
                 "no model to start from",
                 where="encoder.start",
                 got=params.encoder.start,
                 expected=error.what,
-                fix=fix,
+                fix='give the folder of an exported model, or encoder.start: ""',
             ) from error
 
 

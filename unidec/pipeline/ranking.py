@@ -6,8 +6,7 @@ Legend: N queries, n queries of a split, M training queries, L labels, F words, 
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,11 +19,11 @@ from unidec.cores import thread_pool
 from unidec.data.dataset import Split, XMCDataset
 from unidec.data.propensity import Propensity
 from unidec.data.tokens import Tokens
-from unidec.evaluation.metrics import evaluate, filtered_truth, pair_keys
+from unidec.evaluation.metrics import evaluate, filtered_truth, pair_keys, truth_of
 from unidec.metric_names import headline
 from unidec.model.words import WordSpace
 from unidec.pipeline import paths
-from unidec.progress import progress
+from unidec.progress import progress, say
 from unidec.ranking.exact_index import ExactIndex
 from unidec.ranking.fusion import CANDIDATES, Fusion, LabelEvidence
 from unidec.ranking.heads import Heads, PairScores, Ranked, unit_rows
@@ -83,17 +82,13 @@ class Ranking:
         vectors: dict[str, np.ndarray] | None = None,
     ) -> Ranking:
         """Encode queries of a split or of rows, and the labels unless their `vectors` are given."""
-        import torch
-
-        from unidec.model.frozen import cached_inputs
+        from unidec.model.frozen import autocast, cached_inputs
 
         tokens = {which: paths.open_tokens(which) for which in ("queries", "labels")}
         amp = autocast_type(precision, model.device)
         build = cached_inputs(model.encoder, tokens, paths.CACHE, model.device, amp)
         rows = dataset.rows(split) if isinstance(split, str) else split
-        with torch.autocast(
-            model.device.type, dtype=amp or torch.bfloat16, enabled=amp is not None
-        ):
+        with autocast(model.device, amp):
             encoded = Encoded(*model.encode_queries(tokens["queries"], rows, build))
             if vectors is None:
                 label_de = None
@@ -196,8 +191,7 @@ class Ranking:
 
         with thread_pool() as threads:
             blocks = threads.map(rank, starts)
-            desc = "rank by votes"
-            rows = list(progress(blocks, total=len(starts), desc=desc, unit="block"))
+            rows = list(progress(blocks, total=len(starts), desc="rank by votes", unit="block"))
         nothing = np.zeros((0, K), dtype=np.int64)
         return self.metrics_of(np.concatenate([nothing, *rows]))
 
@@ -221,12 +215,10 @@ def training_neighbours(
         word_head: number of first tokens of a text that are also compared separately; only for
         "words".
     """
-    import torch
-
-    from unidec.model.frozen import cached_inputs
+    from unidec.model.frozen import autocast, cached_inputs
 
     rows = dataset.rows("train")
-    labels = filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])
+    labels = truth_of(dataset, rows)
     vote = vote or VOTE[by]
     facts = (labels, dataset.query_uids(rows), dataset.query_texts(rows), vote)
     build = None
@@ -249,10 +241,14 @@ def training_neighbours(
         all_offsets = np.concatenate([offsets, begins])
         space = WordSpace.fit(model.tokenizer_folder, all_flat, all_offsets, word_head)
         vectors = space.vectors(flat, offsets)
-        label_words = space.vectors(label_flat, label_offsets)
-        return Neighbours(vectors, *facts, words=space, label_words_LF=label_words)
+        return Neighbours(
+            vectors,
+            *facts,
+            words=space,
+            label_words_LF=space.vectors(label_flat, label_offsets),
+        )
     head: Literal["de", "clf"] = "clf" if model.heads == "clf" else "de"
-    with torch.autocast(model.device.type, dtype=amp or torch.bfloat16, enabled=amp is not None):
+    with autocast(model.device, amp):
         de, clf = model.vectors(
             "queries", tokens[0], rows, build, desc="training queries", only=head
         )
@@ -299,12 +295,8 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
     index = params.index
     objective = index.objective
     tried: dict[tuple[float, float], dict[str, float]] = {}
-    clf_weights: Sequence[float] = CLF_WEIGHTS
-    if index.clf_weight != "auto":
-        clf_weights = [float(index.clf_weight)]
-    knn_weights: Sequence[float] = KNN_WEIGHTS
-    if index.knn_weight != "auto":
-        knn_weights = [float(index.knn_weight)]
+    clf_weights = CLF_WEIGHTS if index.clf_weight == "auto" else (index.clf_weight,)
+    knn_weights = KNN_WEIGHTS if index.knn_weight == "auto" else (index.knn_weight,)
     voting = None
     if neighbours is not None:
         voting = ranking.voting(neighbours, index.knn_neighbours)
@@ -315,8 +307,7 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
 
     def quality(weights: tuple[float, float]) -> float:
         if weights not in tried:
-            rows = ranked(*weights, K).rows
-            tried[weights] = sample.metrics_of(rows)
+            tried[weights] = sample.metrics_of(ranked(*weights, K).rows)
         return tried[weights][objective]
 
     best = max([(weight, 0.0) for weight in clf_weights], key=quality)
@@ -387,12 +378,13 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
     if fused_quality <= blend_quality:
         _no_fusion(f"{objective} {fused_quality:.2f}, without one {blend_quality:.2f}")
         return blend
-    gain = {}
-    for name, value in headline(metrics).items():
-        gain[name] = round(value - blend.metrics[name], 4)
-    lost_without = {}
-    for name, without_P in zip(fitted.fusion.features, fitted.without_XP, strict=True):
-        lost_without[name] = fused_quality - measured(without_P, tail)[objective]
+    gain = {
+        name: round(value - blend.metrics[name], 4) for name, value in headline(metrics).items()
+    }
+    lost_without = {
+        name: fused_quality - measured(without_P, tail)[objective]
+        for name, without_P in zip(fitted.fusion.features, fitted.without_XP, strict=True)
+    }
     return replace(
         blend,
         metrics=metrics,
@@ -405,8 +397,7 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
 
 
 def _no_fusion(why: str) -> None:
-    # stdout is for the printed result
-    print(f"no fusion: {why}; the weighted sum of the scores ranks", file=sys.stderr)
+    say(f"no fusion: {why}; the weighted sum of the scores ranks")
 
 
 def validation_metrics(ranking: Ranking, params: Params) -> dict[str, float]:

@@ -4,16 +4,15 @@ origin.
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unidec.bundle.bundle_folder import read_info
 from unidec.bundle.bundle_info import BundleInfo
 from unidec.config import Params
-from unidec.data.storage import folder_sha256
+from unidec.data.storage import folder_sha256, read_json
 from unidec.errors import ConfigError
 from unidec.metric_names import headline
 from unidec.pipeline import paths
@@ -59,7 +58,6 @@ def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> Re
         ArtifactError: the bundle is damaged, or the tracking store's artifact folder is gone.
     """
     path = Path(bundle or paths.BUNDLE)
-    name = params.tracking.model_name
     info = read_info(path)
     relabelled = "refreshed" in info.card
     if not relabelled and path.resolve() != paths.BUNDLE.resolve():
@@ -75,7 +73,8 @@ def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> Re
     tags = provenance.code_tags(made_with=None if relabelled else info.params) | prefect
     tags |= {f"dataset.{key}": str(info.dataset.get(key, "")) for key in ("name", "sha256")}
     uri = tracking_uri()
-    facts = {"data set": info.dataset.get("name"), "labels": info.num_labels}
+    facts: dict[str, Any] = {"data set": info.dataset.get("name"), "labels": info.num_labels}
+    name = params.tracking.model_name
     client = open_client(uri)
     check_artifacts(client.get_experiment_by_name(params.tracking.experiment), uri)
     if relabelled:
@@ -84,18 +83,18 @@ def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> Re
         facts |= {"labels of version": origin["start.version"], **_counts(info)}
     else:
         tracker = tracker_of_model()
-        metrics = (
-            json.loads(paths.METRICS.read_text(encoding="utf-8")) if paths.METRICS.is_file() else {}
-        )
-        facts["metrics"] = {"test": headline(metrics.get("test", {}))}
-        known = find_version(client, name, folder_sha256(paths.BUNDLE))
+        metrics = {}
+        if paths.METRICS.is_file():
+            metrics = headline(read_json(paths.METRICS)["test"])
+        facts["metrics"] = {"test": metrics}
+        known = find_version(client, name, folder_sha256(path))
         if known is not None:
             _answer_later(client, known, tags)
         else:
             # only for a new version: an existing one keeps the records of its training
             origin = provenance.artifact_tags(params.data.path) | start_tags()
-            lock = provenance.lock_sha256()
-            tracker.set_tags(origin | ({"dvc.lock.sha256": lock} if lock else {}))
+            locked = {key: tag for key, tag in tags.items() if key == provenance.LOCK_TAG}
+            tracker.set_tags(origin | locked)
             tracker.log_files(provenance.RECORDS, provenance.RECORDS_FOLDER)
             tags |= origin
     version = register_bundle(path, tracker.run_id, name, card=facts, tags=tags)
@@ -127,11 +126,11 @@ def _answer_later(client: MlflowClient, version: ModelVersion, tags: dict[str, s
     """Record which code made a version of which that was unknown, once git answers."""
     if not provenance.unknown_code(version.tags) or provenance.unknown_code(tags):
         return
-    known = {key: tags[key] for key in provenance.CODE_TAGS if key in tags}
-    for key, tag in known.items():
-        client.set_model_version_tag(version.name, version.version, key, tag)
-    for key in version.tags.keys() & set(provenance.CODE_TAGS) - known.keys():
-        client.delete_model_version_tag(version.name, version.version, key)
+    for key in provenance.CODE_TAGS:
+        if key in tags:
+            client.set_model_version_tag(version.name, version.version, key, tags[key])
+        elif key in version.tags:
+            client.delete_model_version_tag(version.name, version.version, key)
 
 
 def _counts(info: BundleInfo) -> dict[str, int]:
@@ -149,9 +148,10 @@ def _relabelled(
     refreshed = info.card["refreshed"]
     name = info.dataset.get("name")
     by_hand = "version" not in refreshed
-    version = (
-        parent_version(params, refreshed["parent"], str(path)) if by_hand else refreshed["version"]
-    )
+    if by_hand:
+        version = parent_version(params, refreshed["parent"], str(path))
+    else:
+        version = refreshed["version"]
     origin = {
         "start.kind": "refresh",
         "start.model": params.tracking.model_name,
@@ -165,9 +165,8 @@ def _relabelled(
         )
     tracker = Tracker(params.tracking.experiment)
     dataset = {"name": name, "digest": info.dataset.get("sha256"), "path": str(paths.DATASET)}
-    folder = paths.RUNS / f"labels-{checked_sha256(path)[:16]}"
     tracker.start(
-        folder,
+        paths.RUNS / f"labels-{checked_sha256(path)[:16]}",
         {},
         tags | origin,
         dataset,

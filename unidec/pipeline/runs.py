@@ -78,8 +78,7 @@ def run_info(run_dir: Path) -> RunInfo:
     checkpoint, state = _newest(run_dir)
     tracked = tracking_state(run_dir)
     epochs = None
-    identity = state.get("identity")
-    if identity:
+    if identity := state.get("identity"):
         keys = {
             "optim.epochs": "",
             "pool.refresh": "1",
@@ -114,11 +113,9 @@ def rows_of(infos: list[RunInfo]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of the printed table."""
     rows = []
     for info in infos:
-        saved = (
-            f"{duration(info.checkpoint_age)} ago"
-            if info.checkpoint_age is not None
-            else "none yet"
-        )
+        saved = "none yet"
+        if info.checkpoint_age is not None:
+            saved = f"{duration(info.checkpoint_age)} ago"
         epoch = f"{info.epoch or 0} of {info.epochs or '?'}"
         name = f"{info.name} (trial {info.trial})" if info.trial else info.name
         rows.append([name, info.state, epoch, str(info.step or 0), saved, info.mlflow_run or ""])
@@ -142,28 +139,22 @@ def choose_run(name: str) -> Path:
         ConfigError: there is none, or several.
     """
     infos = [run_info(folder) for folder in run_folders()]
-    found = (
-        [info for info in infos if info.name.startswith(name)]
-        if name
-        else [i for i in infos if i.unfinished][:1]
-    )
+    if name:
+        what = "no such run"
+        found = [info.name for info in infos if info.name.startswith(name)]
+    else:
+        what = "no unfinished run to resume"
+        found = [info.name for info in infos if info.unfinished][:1]
     if len(found) != 1:
-        what = (
-            "several runs begin with this"
-            if found
-            else "no such run"
-            if name
-            else "no unfinished run to resume"
-        )
-        known = ", ".join(info.name for info in infos[:5]) or "none"
-        fix = (
-            "`unidec runs list` lists them; without --resume, the run of these parameters is "
-            "started or resumed"
-        )
         raise ConfigError(
-            what, where="--resume", got=name or None, expected=f"one of: {known}", fix=fix
+            "several runs begin with this" if found else what,
+            where="--resume",
+            got=name or None,
+            expected=f"one of: {', '.join(info.name for info in infos[:5])}",
+            fix="`unidec runs list` lists them; without --resume, the run of these parameters is "
+            "started or resumed",
         )
-    return paths.RUNS / found[0].name
+    return paths.RUNS / found[0]
 
 
 @contextlib.contextmanager

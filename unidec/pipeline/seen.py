@@ -11,9 +11,9 @@ Legend: N queries of the data set, n test queries, Q queries that a model has se
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -28,7 +28,7 @@ from unidec.config import Validation
 from unidec.data.dataset import Text, XMCDataset
 from unidec.data.profile import PROFILE_KEY, text_facts, text_hashes
 from unidec.data.raw import SPLITS
-from unidec.data.storage import Folder, load_array, read_manifest
+from unidec.data.storage import Folder, load_array, read_json, read_manifest
 from unidec.evaluation.significance import Check
 from unidec.model.arrays import KIND, VERSION
 
@@ -83,13 +83,13 @@ def write_record(out: Folder, dataset: XMCDataset, text: Text, start: Path | Non
     Args:
         start: folder of the model that training started from; None: from scratch.
     """
-    own = _of_dataset(dataset, text)
-    hash_Q = own.hash_Q
+    hash_Q = _of_dataset(dataset, text).hash_Q
     complete = True
     if start is not None:
+        complete = False
         before = of_model(start)
-        complete = before is not None and before.complete and before.text == text
         if before is not None and before.text == text:
+            complete = before.complete
             hash_Q = np.union1d(hash_Q, before.hash_Q)
     np.save(out.path / RECORD, hash_Q)
     out.meta[SEEN_KEY] = {"text": text, "complete": complete}
@@ -112,55 +112,55 @@ def of_model(folder: Path) -> Seen | None:
     if info.knn is None or info.text != "title":  # of long texts, only the titles are stored
         return None
     titles = pc.utf8_trim_whitespace(read_titles(bundle, info.knn.num_queries))
-    hash_Q = np.unique(text_hashes(titles))
-    return Seen(hash_Q, "title", complete=not _started_from_another(folder))
+    return Seen(np.unique(text_hashes(titles)), "title", complete=not _started_from_another(folder))
 
 
 def of_bundle(bundle: Path, dataset: XMCDataset) -> Seen | None:
     """The queries that a bundle's model has seen; None if nothing is known about them."""
-    found = of_model(bundle / "model")
-    if found is None and _was_trained_on(read_info(bundle), dataset):
-        text = cast(Text, read_info(bundle).text)
-        return Seen(
-            _of_dataset(dataset, text).hash_Q,
-            text,
-            complete=not _started_from_another(bundle / "model"),
-        )
+    model = bundle / "model"
+    found = of_model(model)
+    info = read_info(bundle)
+    if found is None and _was_trained_on(info, dataset):
+        own = _of_dataset(dataset, cast(Text, info.text))
+        return replace(own, complete=not _started_from_another(model))
     return found
 
 
 def unseen_queries(folders: Mapping[str, Path], dataset: XMCDataset, limits: Validation) -> Unseen:
     """The test queries that none of these bundles (name -> folder) has seen."""
     rows = dataset.rows("test")
-    seen = {name: of_bundle(folder, dataset) for name, folder in folders.items()}
-    masks = {name: found.among(dataset, rows) for name, found in seen.items() if found is not None}
-    counts = {name: int(masks[name].sum()) if name in masks else None for name in folders}
-    is_seen = np.zeros(len(rows), dtype=bool)
-    for mask in masks.values():
+    total = len(rows)
+    is_seen = np.zeros(total, dtype=bool)
+    counts: dict[str, int | None] = {}
+    words = []
+    for name, folder in folders.items():
+        found = of_bundle(folder, dataset)
+        if found is None:
+            counts[name] = None
+            words.append(
+                f"which queries the {name} was trained on is unknown: its figures may be too high"
+            )
+            continue
+        mask = found.among(dataset, rows)
         is_seen |= mask
+        count = int(mask.sum())
+        counts[name] = count
+        words.append(f"the {name} was trained on {count:,} of the {total:,} test queries")
+        if not found.complete:
+            words.append("it may have seen more: its training started from a model without record")
     left = rows[~is_seen]
-    words = [_counted(name, counts[name], len(rows)) for name in folders]
-    words += [
-        f"the {name} may have seen more: the model that it started from has no record of its "
-        "queries"
-        for name, found in seen.items()
-        if found is not None and not found.complete
-    ]
-    is_enough = len(left) >= min(FEWEST, len(rows) / 2)
-    if not is_enough and _is_accepted(len(rows) - len(left), len(rows), limits):
+    num_left = len(left)
+    fewest = min(FEWEST, math.ceil(total / 2))
+    is_enough = num_left >= fewest
+    limit = limits.limit("test_texts_in_train")
+    if is_enough:
+        words.append(f"both are judged on the {num_left:,} that neither has seen")
+    elif limit.severity != "error" or total - num_left <= limit.share * total:
         words.append(f"all are judged on, which {ACCEPT} accepts")
-        return Unseen(rows, counts, Check(CHECK, True, len(rows), None, "; ".join(words)))
-    judged = f"the {len(left):,} that neither has seen"
-    if len(left) == len(rows):
-        judged = "all"
-    words.append(
-        f"both are judged on {judged}"
-        if is_enough
-        else f"only {len(left):,} are left, too few to judge on"
-    )
-    half = -(-len(rows) // 2)
-    check = Check(CHECK, is_enough, len(left), min(FEWEST, half), "; ".join(words))
-    return Unseen(left, counts, check)
+        return Unseen(rows, counts, Check(CHECK, True, total, None, "; ".join(words)))
+    else:
+        words.append(f"only {num_left:,} are left, too few to judge on")
+    return Unseen(left, counts, Check(CHECK, is_enough, num_left, fewest, "; ".join(words)))
 
 
 def leak_in_words(found: Seen | None, dataset: XMCDataset) -> tuple[str, int]:
@@ -178,24 +178,6 @@ def leak_in_words(found: Seen | None, dataset: XMCDataset) -> tuple[str, int]:
     return f"{num:,} of {len(rows):,} test queries ({share:.1%})", num
 
 
-def leaks(num: int, dataset: XMCDataset, limits: Validation) -> bool:
-    """Whether so many test queries, seen by the model that a training starts from, make its figures
-    worthless.
-    """
-    return num > 0 and not _is_accepted(num, len(dataset.rows("test")), limits)
-
-
-def _is_accepted(num_seen: int, num_test: int, limits: Validation) -> bool:
-    limit = limits.limit("test_texts_in_train")
-    return limit.severity != "error" or num_seen <= limit.share * num_test
-
-
-def _counted(name: str, count: int | None, total: int) -> str:
-    if count is None:
-        return f"which queries the {name} was trained on is unknown: its figures may be too high"
-    return f"the {name} was trained on {count:,} of the {total:,} test queries"
-
-
 def _of_dataset(dataset: XMCDataset, text: Text) -> Seen:
     """All queries but those of the test split."""
     hash_N, length_N = text_facts(dataset, "queries", text)
@@ -211,5 +193,5 @@ def _was_trained_on(info: BundleInfo, dataset: XMCDataset) -> bool:
 
 
 def _started_from_another(model: Path) -> bool:
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config = read_json(model / "config.json")
     return "start" in config or bool(config.get("encoder", {}).get("start"))

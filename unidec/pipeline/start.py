@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from unidec.bundle.bundle_folder import read_info, read_labels
 from unidec.config import Params, keys_deciding, value_at
-from unidec.data.storage import write_bytes_atomic
+from unidec.data.storage import read_json, write_bytes_atomic
 from unidec.errors import ArtifactError, ConfigError
 from unidec.pipeline import paths, seen
 from unidec.pipeline.lock import replaces_inputs
@@ -72,16 +72,14 @@ def read_start() -> WarmStart | None:
     if not paths.START.is_file():
         return None
     try:
-        content = json.loads(paths.START.read_bytes())
+        content = read_json(paths.START)
         return None if content == COLD else WarmStart.model_validate(content)
     except ValueError as error:  # of json, UTF-8 or pydantic
-        got = str(error).partition("\n")[0]
-        fix = f"restore it from git, or write {json.dumps(COLD)}"
         raise ArtifactError(
             "the file that names the model to start from cannot be read",
             where=str(paths.START),
-            got=got,
-            fix=fix,
+            got=str(error).partition("\n")[0],
+            fix='restore it from git, or write {"kind": "cold"}',
         ) from error
 
 
@@ -113,18 +111,14 @@ def warm_params(params: Params) -> Params:
     learning rate.
     """
     warm = params.warm
-    optim = params.optim
-    rates = {
-        key: value * warm.lr_scale
-        for key, value in optim.model_dump().items()
-        if key.startswith("lr_")
-    }
-    schedule = {"epochs": warm.epochs, "warmup_epochs": warm.warmup_epochs}
-    scaled = {
-        "optim": optim.model_copy(update=schedule | rates),
-        "warm": warm.model_copy(update={"lr_scale": 1.0}),
-    }
-    return params.model_copy(update=scaled)
+    changed = {"epochs": warm.epochs, "warmup_epochs": warm.warmup_epochs}
+    for key, value in params.optim.model_dump().items():
+        if key.startswith("lr_"):
+            changed[key] = value * warm.lr_scale
+    optim = params.optim.model_copy(update=changed)
+    # so that applying it twice changes nothing more
+    warm = warm.model_copy(update={"lr_scale": 1.0})
+    return params.model_copy(update={"optim": optim, "warm": warm})
 
 
 def start_tags() -> dict[str, str]:
@@ -174,9 +168,10 @@ def choose_start(params: Params, kind: Kind | None = None) -> ChosenStart:
         MlflowException: the registry does not answer; an outage must not cause a cold start.
     """
     kind = kind or params.retrain.start
-    start, reason = (
-        (None, "as requested") if kind == "cold" else _from_champion(params, kind == "auto")
-    )
+    start = None
+    reason = "as requested"
+    if kind != "cold":
+        start, reason = _from_champion(params, kind == "auto")
     if kind == "warm" and start is None:
         fix = f'{FIX}, or auto; or encoder.start: ""' if params.encoder.start else f"{FIX}, or auto"
         fix += f", or accept it: {seen.ACCEPT}" if TRAINED_ON in reason else ""
@@ -200,7 +195,7 @@ def _from_champion(params: Params, auto: bool) -> tuple[WarmStart | None, str]:
         return None, f"{name} has no champion yet"
     version = f"version {champion.version}"
     bundle = fetch_bundle(f"models:/{name}/{champion.version}", paths.BUNDLES)
-    config = json.loads((bundle / "model" / "config.json").read_text(encoding="utf-8"))
+    config = read_json(bundle / "model" / "config.json")
     encoder = resolve_encoder(params.encoder.name)
     unfit = start_differences(params.encoder, encoder, encoder, bundle / "model")
     if unfit := unfit + ["model.dim"] * (config["model"]["dim"] != params.model.dim):
@@ -213,9 +208,11 @@ def _from_champion(params: Params, auto: bool) -> tuple[WarmStart | None, str]:
         return None, f"other parameters than the champion's, {version}: {_listed(changed)}"
     if auto and 0 < params.retrain.cold_every <= generation:
         return None, f"{generation} warm starts in a row (retrain.cold_every)"
-    sha256 = champion.tags["bundle.sha256"]
     start = WarmStart(
-        model=name, version=str(champion.version), bundle_sha256=sha256, generation=generation + 1
+        model=name,
+        version=str(champion.version),
+        bundle_sha256=champion.tags["bundle.sha256"],
+        generation=generation + 1,
     )
     return start, f"the champion, {version}" + (f", which {words}" if words else "")
 
@@ -228,10 +225,10 @@ def _leak(params: Params, model: Path) -> tuple[str, bool]:
         return "", False
     dataset = paths.open_dataset()
     counted, num = seen.leak_in_words(seen.of_model(model), dataset)
-    is_refused = seen.leaks(num, dataset, params.validation)
-    share = params.validation.limit("test_texts_in_train").share
-    is_told = num > share * len(dataset.rows("test"))
-    return (f"{TRAINED_ON} {counted}" if is_told else ""), is_refused
+    limit = params.validation.limit("test_texts_in_train")
+    if num <= limit.share * len(dataset.rows("test")):
+        return "", False
+    return f"{TRAINED_ON} {counted}", limit.severity == "error"
 
 
 def first_model(params: Params) -> Path | None:
@@ -262,10 +259,9 @@ def check_start(params: Params) -> list[str]:
     model = first_model(params)
     words, is_refused = ("", False) if model is None else _leak(params, model)
     if is_refused:
-        where = str(params.encoder.start or paths.START)
         raise ConfigError(
             "a training cannot start from a model that knows the test queries",
-            where=where,
+            where=str(params.encoder.start or paths.START),
             got=f"the model {words}",
             expected=f"at most {params.validation.limit('test_texts_in_train').share:.1%}",
             fix=(
@@ -279,8 +275,7 @@ def check_start(params: Params) -> list[str]:
 def _listed(keys: list[str], most: int = 4) -> str:
     """ "a, b, c, d and 3 more"."""
     shown = ", ".join(keys[:most])
-    num_more = len(keys) - most
-    return f"{shown} and {num_more} more" if num_more > 0 else shown
+    return f"{shown} and {len(keys) - most} more" if len(keys) > most else shown
 
 
 def _changed_parameters(params: Params, bundle: Path) -> list[str]:
@@ -289,11 +284,11 @@ def _changed_parameters(params: Params, bundle: Path) -> list[str]:
     """
     champion = read_info(bundle).params
     values = params.model_dump()
-    keys = [key for key in keys_deciding("tokens", "label_graph", "training") if key != "seed"]
     return [
         key
-        for key in keys
-        if json.dumps(value_at(champion, key)) != json.dumps(value_at(values, key))
+        for key in keys_deciding("tokens", "label_graph", "training")
+        if key != "seed"
+        and json.dumps(value_at(champion, key)) != json.dumps(value_at(values, key))
     ]
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from unidec.config import Params
 from unidec.data.storage import (
     files_sha256,
+    read_json,
     read_json_lines,
     write_bytes_atomic,
     write_folder,
@@ -46,6 +47,7 @@ from unidec.pipeline.start import (
     run_identity,
 )
 from unidec.pipeline.training_record import begin_tracking
+from unidec.progress import say
 from unidec.tracking.run import Tracker, reconcile_runs
 from unidec.training.checkpoint import newest_state
 from unidec.training.distributed import ALONE, Ranks
@@ -76,15 +78,14 @@ def open_trainer(
     On each machine one process verifies the artifacts. Workers of `launch` do not: the launching
     process has done it."""
     verify = ranks.is_first_here and LAUNCHER not in os.environ
-    data = TrainingData(
-        paths.open_dataset(verify),
-        paths.open_tokens("queries", verify),
-        paths.open_tokens("labels", verify),
-        paths.open_label_graph(params, verify),
-    )
     return Trainer(
         params.training,
-        data,
+        TrainingData(
+            paths.open_dataset(verify),
+            paths.open_tokens("queries", verify),
+            paths.open_tokens("labels", verify),
+            paths.open_label_graph(params, verify),
+        ),
         Path(run_dir),
         paths.CACHE,
         accept=accept,
@@ -181,14 +182,12 @@ class Run:
         """Whether the process was killed after the training of a round and before its
         validation.
         """
-        ended = (
-            self.step > 0
-            and self.epoch_step == 0
-            and (self.finished or self.epoch % self.epochs_a_round == 0)
-        )
-        return ended and not any(
-            line["epoch"] == self.epoch for line in read_json_lines(self.folder / ROUNDS)
-        )
+        if self.step == 0 or self.epoch_step > 0:
+            return False
+        if self.epoch % self.epochs_a_round and not self.finished:
+            return False
+        validated = [line["epoch"] for line in read_json_lines(self.folder / ROUNDS)]
+        return self.epoch not in validated
 
     def validate(self) -> RoundReport:
         """Measure the validation split, or without one a sample of `data.validation_sample`
@@ -204,12 +203,10 @@ class Run:
         if not len(rows):
             trained = dataset.rows("train")
             size = min(data.validation_sample, len(trained))
-            rows = np.sort(
-                np.random.default_rng(data.split_seed).choice(trained, size, replace=False)
-            )
-        label_vectors = trainer.label_vectors()
+            random = np.random.default_rng(data.split_seed)
+            rows = np.sort(random.choice(trained, size, replace=False))
         precision = self.params.optim.precision
-        ranking = Ranking.of_model(trainer.model, dataset, rows, precision, vectors=label_vectors)
+        ranking = Ranking.of_model(trainer.model, dataset, rows, precision, trainer.label_vectors())
         metrics = validation_metrics(ranking, self.params)
         validation_seconds = time.perf_counter() - begin
         before = [
@@ -248,8 +245,8 @@ class Run:
         )
         tracker.flush()
         record = {name: value for name, value in asdict(report).items() if value is not None}
-        lines = [json.dumps(line) for line in [*before, record]]
-        write_bytes_atomic(self.folder / ROUNDS, "".join(f"{line}\n" for line in lines).encode())
+        lines = [json.dumps(line) + "\n" for line in [*before, record]]
+        write_bytes_atomic(self.folder / ROUNDS, "".join(lines).encode())
         return report
 
     def export(self) -> str:
@@ -363,7 +360,7 @@ def train(
     params: Params,
     resume: str | None = None,
     accept: Collection[str] = (),
-    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+    say: Callable[[str], None] = say,
     track: bool = True,
 ) -> Trained | None:
     """Train to the last epoch and export the model; after a kill or stop, the same call resumes
@@ -447,7 +444,7 @@ def _refresh_report(run_dir: Path, epoch: int) -> Figures:
     before writing it.
     """
     with contextlib.suppress(OSError, ValueError):
-        report = json.loads((run_dir / REFRESH).read_text(encoding="utf-8"))
+        report = read_json(run_dir / REFRESH)
         if report["epoch"] == epoch:
             return report
     return {"epoch": epoch}

@@ -125,10 +125,12 @@ class Batcher:
         ahead = self.waiting + len(queries)
         is_late = self._seconds(ahead) > self.timeout_seconds
         if self.waiting and (ahead > self.queue_queries or is_late):
-            limits = f"at most {self.queue_queries}, none longer than {self.timeout_seconds:g} s"
-            got = f"{self.waiting} queries"
             raise self._unavailable(
-                "overload", "too many queries waiting", got=got, expected=limits
+                "overload",
+                "too many queries waiting",
+                got=f"{self.waiting} queries",
+                expected=f"at most {self.queue_queries}, "
+                f"none longer than {self.timeout_seconds:g} s",
             )
         job = _Job(engine, queries, self._loop.create_future())
         self._jobs.append(job)

@@ -103,9 +103,12 @@ class Registry:
         except Exception as error:  # whatever a registry or its files make a library raise
             with contextlib.suppress(ConfigError):
                 self.find()  # raises if the registry is the cause, not this version
-            what = "the version cannot be fetched"
-            fix = "check the network and the store's files"
-            raise ArtifactError(what, where=address, got=_named(error), fix=fix) from error
+            raise ArtifactError(
+                "the version cannot be fetched",
+                where=address,
+                got=_named(error),
+                fix="check the network and the store's files",
+            ) from error
 
 
 def probe_as_served(folder: Path, settings: Serve) -> Probe:

@@ -308,8 +308,9 @@ def _append(settings: Serve, line: bytes) -> None:
     except OSError as error:
         got = error.strerror or str(error)
         fix = "make room, or name another file: serve.feedback"
-    what = "the feedback was not saved"
-    raise RequestError(507, "feedback", what, where="serve.feedback", got=got, fix=fix)
+    raise RequestError(
+        507, "feedback", "the feedback was not saved", where="serve.feedback", got=got, fix=fix
+    )
 
 
 def _queries(engine: Engine, texts: Sequence[str], body: Any) -> list[LabelQuery]:

@@ -149,9 +149,11 @@ def parse_request(model: Any, body: bytes) -> Any:
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        got = error.doc[error.pos : error.pos + 20]
-        raise _broken(f"the body is not JSON: {error.msg}", where, got) from None
+        raise _broken(
+            f"the body is not JSON: {error.msg}",
+            f"line {error.lineno}, column {error.colno}",
+            error.doc[error.pos : error.pos + 20],
+        ) from None
     if isinstance(value, dict) and len(value) > MAX_KEYS:
         raise _broken("the body has too many keys", "body", f"{len(value)} keys")
     try:

@@ -59,8 +59,11 @@ def serve(source: str, settings: Serve) -> None:
     service = Service(settings)
     follower = service.follower = Follower(service, source, settings)
     if follower.address is None and not (Path(source) / MANIFEST).is_file():
-        fix = "run `unidec index build`, or name a registered model: models:/unidec@champion"
-        raise ArtifactError("no bundle here", where=source, fix=fix)
+        raise ArtifactError(
+            "no bundle here",
+            where=source,
+            fix="run `unidec index build`, or name a registered model: models:/unidec@champion",
+        )
     service.metrics.watch(lambda: follow_metrics(follower.state()))
     api_key = _api_key(settings)
     sys.setswitchinterval(SWITCH_SECONDS)

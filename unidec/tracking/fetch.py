@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import re
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from unidec.addresses import without_credentials
 from unidec.data.file_lock import lock_file
-from unidec.data.storage import write_json
+from unidec.data.storage import read_json, write_json
 from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.tracking.promotion import CHAMPION, known_version, version_of
 from unidec.tracking.registry import HASH_TAG, checked_sha256, download, find_version, tracking_to
@@ -75,8 +74,12 @@ def parse_address(text: str) -> Address | None:
     if found is None:
         if not _SCHEME.match(text) or Path(text).exists():
             return None
-        expected = "a folder, models:/name@alias or models:/name/version"
-        raise ConfigError("not an address of a bundle", where="bundle", got=text, expected=expected)
+        raise ConfigError(
+            "not an address of a bundle",
+            where="bundle",
+            got=text,
+            expected="a folder, models:/name@alias or models:/name/version",
+        )
     return Address(found["name"], found["alias"], found["version"])
 
 
@@ -212,7 +215,7 @@ def note_known(copies: Path, uri: str, source: str, facts: Mapping[str, Any]) ->
 def last_known(copies: Path, uri: str, source: str) -> dict[str, Any] | None:
     """What `note_known` noted last, if the bundle's copy is there; its files are not checked."""
     try:
-        noted: dict[str, Any] = json.loads(_note(copies, uri, source).read_text(encoding="utf-8"))
+        noted: dict[str, Any] = read_json(_note(copies, uri, source))
         sha256 = noted["sha256"]
         is_there = re.fullmatch("[0-9a-f]+", sha256) and (copies / sha256[:16]).is_dir()
     except (OSError, ValueError, TypeError, KeyError):
@@ -245,9 +248,11 @@ def fetch_by_hash(model_name: str, sha256: str, folder: Path) -> Path:
     uri = tracking_uri()
     found = find_version(open_client(uri), model_name, sha256)
     if found is None:
-        fix = "set MLFLOW_TRACKING_URI to the registry that it was registered in"
         raise ArtifactError(
-            f"no version of {model_name} holds this bundle", where=uri, got=sha256, fix=fix
+            f"no version of {model_name} holds this bundle",
+            where=uri,
+            got=sha256,
+            fix="set MLFLOW_TRACKING_URI to the registry that it was registered in",
         )
     return _fetch(found, folder, uri)
 

@@ -212,8 +212,12 @@ def _named(named: Mapping[str, str], version: str) -> list[str]:
 def _check_hash(prefix: str, where: str) -> None:
     if not _HASH.fullmatch(prefix):
         digits = f"{SHORTEST} to 64 hexadecimal digits"
-        expected = f"{digits}, as in dvc.lock and `unidec models lineage`"
-        raise ConfigError("not a hash", where=where, got=prefix, expected=expected)
+        raise ConfigError(
+            "not a hash",
+            where=where,
+            got=prefix,
+            expected=f"{digits}, as in dvc.lock and `unidec models lineage`",
+        )
 
 
 def _version(client: MlflowClient, source: str, model_name: str) -> ModelVersion:
@@ -239,8 +243,9 @@ def _version(client: MlflowClient, source: str, model_name: str) -> ModelVersion
             held[sha256] = version
     if not held:
         what = f"no version of {model_name} holds this bundle"
-        fix = "`unidec models list` lists the registered versions"
-        raise ConfigError(what, where=source, got=prefix, fix=fix)
+        raise ConfigError(
+            what, where=source, got=prefix, fix="`unidec models list` lists the registered versions"
+        )
     if len(held) > 1:
         what = f"several versions of {model_name} match"
         raise ConfigError(what, where=source, got=prefix, fix="give more digits")

@@ -208,8 +208,12 @@ def promote(
             fix = f"unidec models promote {number} --force --reason TEXT"
             if version.tags.get("gate.failed") == "code":
                 fix = f"commit the changes and run `make train`, or: {fix}"
-            what = f"version {number} is not promoted"
-            raise Refused(what, where=model_name, got="; ".join(against), fix=fix)
+            raise Refused(
+                f"version {number} is not promoted",
+                where=model_name,
+                got="; ".join(against),
+                fix=fix,
+            )
         tags = _record("promoted", reason)
         tags["promoted.dirty"] = str(dirty).lower()
         tags["promoted.forced"] = str(bool(against)).lower()
@@ -237,10 +241,12 @@ def rollback(model_name: str, *, reason: str = "") -> Promotion:
             if ROLLED_BACK[0] in was_champion.tags:
                 return Promotion(model=model_name, version=champion, previous=previous)
         if champion is None or previous is None or champion == previous:
-            what = "there is no earlier champion to go back to"
-            got = f"champion {champion}, previous {previous}"
-            fix = "unidec models promote VERSION --force accepts any version"
-            raise Refused(what, where=model_name, got=got, fix=fix)
+            raise Refused(
+                "there is no earlier champion to go back to",
+                where=model_name,
+                got=f"champion {champion}, previous {previous}",
+                fix="unidec models promote VERSION --force accepts any version",
+            )
         why = f"rollback from version {champion}" + (f": {reason}" if reason else "")
         tags = {
             previous: _record("promoted", why),
@@ -303,8 +309,9 @@ def _one_at_a_time(model_name: str) -> Iterator[tuple[MlflowClient, bool]]:
         with lock_file(lock, timeout=LOCK_SECONDS), tracking_to(uri):
             yield client, recover(client, model_name)
     except Timeout as error:
-        what = "another promotion is under way"
-        raise Refused(what, where=error.lock_file, fix="retry later") from error
+        raise Refused(
+            "another promotion is under way", where=error.lock_file, fix="retry later"
+        ) from error
 
 
 def _record(what: str, reason: str) -> dict[str, str]:

@@ -316,8 +316,9 @@ def download(address: str, sha256: str, folder: Path | str | None) -> Path:
     stored = sorted(Path(path).glob(f"artifacts/*/{MANIFEST}"))
     got = checked_sha256(stored[0].parent) if len(stored) == 1 else "no bundle"
     if got != sha256:
-        what = "the registry holds another bundle"
-        raise ArtifactError(what, where=address, got=got, expected=sha256, fix=_FIX)
+        raise ArtifactError(
+            "the registry holds another bundle", where=address, got=got, expected=sha256, fix=_FIX
+        )
     return stored[0].parent
 
 

@@ -53,8 +53,9 @@ def _bytes(root: Path | str, *words: str, given: bytes | None = None) -> bytes:
             env=os.environ | {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"},
         )
     except FileNotFoundError as error:
-        what = "git is not installed, but the folder is in a git repository: install git"
-        raise GitError(what) from error
+        raise GitError(
+            "git is not installed, but the folder is in a git repository: install git"
+        ) from error
     except subprocess.TimeoutExpired as error:
         raise GitError(f"git {words[0]} did not answer within {_TIMEOUT_S} s") from error
     except OSError as error:

@@ -273,9 +273,11 @@ def open_client(uri: str) -> MlflowClient:
     except MlflowException as error:
         if "out-of-date database schema" not in str(error):
             raise
-        what = "the tracking database was written by another version of MLflow"
-        fix = f"copy it, then: mlflow db upgrade {uri}"
-        raise ArtifactError(what, where=str(sqlite_path(uri) or uri), fix=fix) from error
+        raise ArtifactError(
+            "the tracking database was written by another version of MLflow",
+            where=str(sqlite_path(uri) or uri),
+            fix=f"copy it, then: mlflow db upgrade {uri}",
+        ) from error
 
 
 def check_store() -> None:
@@ -290,10 +292,12 @@ def check_store() -> None:
     except store_errors() as error:
         if isinstance(error, UnidecError):
             raise
-        fix = "start the server, or correct MLFLOW_TRACKING_URI; unset, it is mlflow/mlflow.db"
-        got = " ".join(str(error).split())[:_LONGEST_REASON]
-        what = "the tracking store cannot be used"
-        raise ConfigError(what, where=uri, got=got, fix=fix) from error
+        raise ConfigError(
+            "the tracking store cannot be used",
+            where=uri,
+            got=" ".join(str(error).split())[:_LONGEST_REASON],
+            fix="start the server, or correct MLFLOW_TRACKING_URI; unset, it is mlflow/mlflow.db",
+        ) from error
 
 
 def store_errors() -> tuple[type[Exception], ...]:

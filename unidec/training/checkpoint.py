@@ -34,6 +34,7 @@ from unidec.data.storage import (
     Folder,
     NewerFormatError,
     file_sha256,
+    read_json,
     read_manifest,
     write_bytes_atomic,
     write_folder,
@@ -263,7 +264,7 @@ def read_state(run_dir: Path, path: Path, verify: bool = True) -> dict[str, Any]
     """
     read_manifest(path, KIND, VERSION, verify)
     try:
-        state = json.loads((path / "state.json").read_bytes())
+        state = read_json(path / "state.json")
         counters = {key: int(state[key]) for key in ("epoch", "step")}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError(

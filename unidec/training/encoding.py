@@ -17,6 +17,7 @@ from torch import Tensor
 
 from unidec.data.tokens import TokenCache
 from unidec.model.encoder_inputs import InputBuilder
+from unidec.model.frozen import autocast
 from unidec.model.unidec import UniDEC
 from unidec.training.gradient_cache import TextParts
 
@@ -39,9 +40,7 @@ class Encoding:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which steps compute."""
-        return torch.autocast(
-            self.device.type, dtype=self.amp or torch.bfloat16, enabled=self.amp is not None
-        )
+        return autocast(self.device, self.amp)
 
     def outputs(self, name: str, rows: np.ndarray) -> Tensor:
         """The encoder's outputs of texts without dropout, [n, W]."""

@@ -154,7 +154,7 @@ def validate_dataset(
     docs: bool = True,
     limits: Validation | None = None,
     find: Callable[[list[str], list[str]], tuple[Places, Places]] | None = None,
-    change: Mapping[str, Any] | None = None,
+    change: Any = None,
     reading: Reading = TITLES,
 ) -> dict[str, Any]:
     """Check a stored data set and write the verdict.

@@ -12,7 +12,6 @@ the encoder's output, D width of a head, D' width of the searched space.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -32,7 +31,7 @@ from unidec.bundle.export.vectors import (
     scored_by,
     write_readme,
 )
-from unidec.data.storage import write_folder, write_json
+from unidec.data.storage import read_json, write_folder, write_json
 from unidec.data.tokens import load_tokenizer
 from unidec.errors import ConfigError
 from unidec.model.encoder import BagEncoder
@@ -78,8 +77,12 @@ def export_onnx(
     check_replaceable(Path(folder))
     size = 4 * sum(parameter.numel() for parameter in model.encoder.parameters())
     if size > MAX_BYTES:
-        what = "the encoder is too large for one ONNX file"
-        raise ConfigError(what, where=str(bundle.path), got=size, expected=MAX_BYTES)
+        raise ConfigError(
+            "the encoder is too large for one ONNX file",
+            where=str(bundle.path),
+            got=size,
+            expected=MAX_BYTES,
+        )
     graph = QueryGraph(model, score)
     meta = {"bundle_sha256": bundle.sha256, "outputs": graph.outputs, **facts(score)}
     with write_folder(folder, ONNX, VERSION, meta, num_bytes=size) as out:
@@ -351,7 +354,7 @@ def _transformer(model: UniDEC, transformer: Any) -> nn.Module:
     settings_file = model.tokenizer_folder / "tokenizer_config.json"
     settings: dict[str, Any] = {}
     if settings_file.is_file():
-        settings = json.loads(settings_file.read_text(encoding="utf-8"))
+        settings = read_json(settings_file)
     tokens = {
         name: token
         for name, token in settings.items()
@@ -386,5 +389,5 @@ def _keep_load_options(folder: Path, options: dict[str, bool]) -> None:
     them.
     """
     file = folder / "sentence_bert_config.json"
-    settings = json.loads(file.read_text(encoding="utf-8"))
+    settings = read_json(file)
     write_json(file, settings | {"model_args": options})

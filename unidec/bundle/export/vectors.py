@@ -17,7 +17,7 @@ import pyarrow as pa
 from unidec.bundle import bundle_folder
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_info import BundleInfo
-from unidec.data.storage import folder_sha256, read_manifest, write_file
+from unidec.data.storage import folder_sha256, read_json, read_manifest, write_file
 from unidec.errors import ConfigError, DataError
 from unidec.progress import Progress, progress
 from unidec.ranking.heads import width
@@ -90,7 +90,7 @@ def check_replaceable(folder: Path) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     try:
-        kind = json.loads((folder / "manifest.json").read_text(encoding="utf-8")).get("kind")
+        kind = read_json(folder / "manifest.json").get("kind")
     except (OSError, ValueError, AttributeError):
         kind = None
     if kind not in ("sentence-transformers", "onnx-export"):

@@ -94,8 +94,12 @@ def features(
         rows[split] = dataset.rows(split)
     sizes = {split: len(own) for split, own in rows.items()}
     if not sizes["train"] or not sizes["test"]:
-        expected = "training and test queries"
-        raise DataError("an empty split", where=str(dataset.path), got=sizes, expected=expected)
+        raise DataError(
+            "an empty split",
+            where=str(dataset.path),
+            got=sizes,
+            expected="training and test queries",
+        )
     if not sizes["validation"]:
         del rows["validation"]
     texts = {name: list(dataset.query_texts(own, text)) for name, own in rows.items()}
@@ -171,9 +175,12 @@ def _scripted(
         facts = json.loads((OUT / "facts.json").read_text(encoding="utf-8"))
         scores = sp.csr_matrix(sp.load_npz(OUT / "test.npz"))
     except (OSError, ValueError) as error:
-        what = f"the peer {name} ended without readable predictions"
-        fix = "read this log, then run it again"
-        raise TrainingError(what, where=str(LOG.absolute()), got=error, fix=fix) from error
+        raise TrainingError(
+            f"the peer {name} ended without readable predictions",
+            where=str(LOG.absolute()),
+            got=error,
+            fix="read this log, then run it again",
+        ) from error
     shutil.rmtree(OUT)
     return top_rows(scores, width), facts
 
@@ -198,8 +205,11 @@ def start_command(script: Path) -> list[str]:
     beside = str(Path(sys.executable).parent)
     uv = shutil.which("uv", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
     if uv is None:
-        fix = "pip install uv; or leave this peer out"
-        raise ArtifactError("no uv, which installs a peer's packages", where=script.name, fix=fix)
+        raise ArtifactError(
+            "no uv, which installs a peer's packages",
+            where=script.name,
+            fix="pip install uv; or leave this peer out",
+        )
     return [uv, "run", "--no-progress", "--script", str(script)]
 
 
@@ -225,9 +235,12 @@ def run_script(command: Sequence[str], threads: int) -> None:
     with open(LOG, "wb") as log:
         ended = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=kept, check=False)
     if ended.returncode:
-        got = f"exit code {ended.returncode}: {last_lines(LOG)}"
-        fix = "read this log, then run it again"
-        raise TrainingError("the peer's script failed", where=str(LOG.absolute()), got=got, fix=fix)
+        raise TrainingError(
+            "the peer's script failed",
+            where=str(LOG.absolute()),
+            got=f"exit code {ended.returncode}: {last_lines(LOG)}",
+            fix="read this log, then run it again",
+        )
 
 
 def last_lines(log: Path) -> str:
