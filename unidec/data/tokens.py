@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from unidec.data.array_file import growing_array
@@ -91,12 +93,9 @@ class Tokens:
         rows_B = np.asarray(rows, dtype=np.int64)
         return self.offsets[rows_B + 1] - self.offsets[rows_B]
 
-    def places(self, rows: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
-        """Positions in `ids` of the tokens of these texts, int64 [F]."""
-        rows_B = np.asarray(rows, dtype=np.int64)
-        length_B = self.lengths(rows_B)
-        shift_B = self.offsets[rows_B] - (np.cumsum(length_B) - length_B)
-        return np.arange(length_B.sum()) + np.repeat(shift_B, length_B)
+    def starts(self, rows_B: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Positions in `ids` of the first token of these texts, int64 [B]."""
+        return self.offsets[rows_B]
 
     def ragged(
         self, rows: Sequence[int] | NDArray[Any], most: int = 0
@@ -114,13 +113,12 @@ class Tokens:
         if rows_B.size and (rows_B.min() < 0 or rows_B.max() >= len(self)):
             raise IndexError(f"rows from {rows_B.min()} to {rows_B.max()} of {len(self)} texts")
         length_B = self.lengths(rows_B)
-        offsets = _offsets([length_B])
-        flat_F = self.ids[self.places(rows_B)].astype(np.int64)
         if most:
-            place_F = np.arange(len(flat_F)) - np.repeat(offsets[:-1], length_B)
-            flat_F = flat_F[place_F < most]
-            offsets = _offsets([np.minimum(length_B, most)])
-        return flat_F, offsets
+            length_B = np.minimum(length_B, most)
+        offsets = _offsets([length_B])
+        shift_B = self.starts(rows_B) - offsets[:-1]
+        place_F = np.arange(offsets[-1]) + np.repeat(shift_B, length_B)
+        return self.ids[place_F].astype(np.int64), offsets
 
     def batch(
         self, rows: Sequence[int] | NDArray[Any], most: int = 0
@@ -166,40 +164,18 @@ def same_texts(tokens: Tokens, others: Tokens, most: int = 0) -> NDArray[np.int6
     Args:
         most: compare only the first `most` tokens; 0: all.
     """
-    out_N = np.full(len(tokens), -1, dtype=np.int64)
-    if not len(others):
-        return out_N
-    hash_N = token_hashes(tokens, most)
-    hash_M = token_hashes(others, most)
-    order_M = np.argsort(hash_M, kind="stable")
-    place_N = np.searchsorted(hash_M[order_M], hash_N)
-    other_N = order_M[np.minimum(place_N, len(others) - 1)]
-    length_N = np.minimum(tokens.lengths(), most or tokens.max_length)
-    length_M = np.minimum(others.lengths(), most or others.max_length)
-    is_like_N = (hash_M[other_N] == hash_N) & (length_M[other_N] == length_N)
-    candidates = np.flatnonzero(is_like_N)
-    for start in range(0, len(candidates), _ENCODE_AT_ONCE):
-        rows = candidates[start : start + _ENCODE_AT_ONCE]
-        ids_BT, mask_BT = tokens.batch(rows, most)
-        other_BT, _ = others.batch(other_N[rows], most)
-        same = rows[((ids_BT == other_BT) | ~mask_BT).all(axis=1)]
-        out_N[same] = other_N[same]
-    return out_N
+    dtype = np.promote_types(tokens.ids.dtype, others.ids.dtype)
+    known = _as_bytes(others, dtype, most)
+    row_N = pc.index_in(_as_bytes(tokens, dtype, most), value_set=known)
+    return pc.fill_null(row_N, -1).to_numpy().astype(np.int64)
 
 
-def token_hashes(tokens: Tokens, most: int = 0) -> NDArray[np.uint64]:
-    """Hash of each text's first `most` tokens (0: of all), uint64 [N]."""
-    random = np.random.default_rng(0)
-    factor_T = random.integers(2**64, size=tokens.max_length, dtype=np.uint64)
-    factor_T |= np.uint64(1)
-    factor_T[most or len(factor_T) :] = 0
-    out_N = np.empty(len(tokens), dtype=np.uint64)
-    for start in range(0, len(tokens), _ENCODE_AT_ONCE):
-        rows = np.arange(start, min(start + _ENCODE_AT_ONCE, len(tokens)))
-        ids_BT, mask_BT = tokens.batch(rows)
-        number_BT = np.where(mask_BT, ids_BT + 1, 0).astype(np.uint64)
-        out_N[rows] = (number_BT * factor_T[: ids_BT.shape[1]]).sum(axis=1)
-    return out_N
+def _as_bytes(tokens: Tokens, dtype: np.dtype[Any], most: int) -> pa.Array:
+    """The first `most` ids of each text (0: all) as bytes, for comparisons."""
+    starts = pa.py_buffer(tokens.offsets * dtype.itemsize)
+    ids = pa.py_buffer(tokens.ids.astype(dtype, copy=False))
+    texts = pa.Array.from_buffers(pa.large_binary(), len(tokens), [None, starts, ids])
+    return pc.binary_slice(texts, 0, most * dtype.itemsize) if most else texts
 
 
 class TokenCache(Tokens):

@@ -173,8 +173,8 @@ class _Repeated(TokenCache):
     def lengths(self, rows: Any = None) -> Any:
         return super().lengths(rows % _TEXTS)
 
-    def places(self, rows: Any) -> Any:
-        return super().places(rows % _TEXTS)
+    def starts(self, rows_B: Any) -> Any:
+        return super().starts(rows_B % _TEXTS)
 
 
 class _Builder(InputBuilder):

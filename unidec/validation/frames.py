@@ -17,7 +17,7 @@ from unidec.data.dataset import Text, XMCDataset
 from unidec.data.profile import spaced, tested_in_training, text_facts
 from unidec.data.propensity import training_counts
 from unidec.data.raw import SPLITS, are_blank
-from unidec.data.tokens import Tokens, encode_texts, load_tokenizer, token_hashes
+from unidec.data.tokens import Tokens, encode_texts, load_tokenizer, same_texts
 
 TOKENISED_QUERIES = 20_000  # number of evenly spaced queries whose tokens are checked
 
@@ -84,7 +84,7 @@ def label_frame(dataset: XMCDataset, reading: Reading) -> pd.DataFrame:
     if reading.tokenizer is not None:
         texts = dataset.label_texts(None, reading.text)
         tokens = encode_texts(texts, reading.tokenizer, reading.max_length)
-        with_these_tokens_L = _group_sizes(token_hashes(tokens), length_L)
+        with_these_tokens_L = _group_sizes(same_texts(tokens, tokens), length_L)
         columns["unknown_tokens"] = unknown_shares(tokens, reading)
         columns["labels_with_these_tokens"] = np.maximum(with_these_tokens_L - with_this_text_L, 0)
         columns["cut"] = tokens.lengths() >= reading.max_length
@@ -147,9 +147,9 @@ def unknown_shares(tokens: Tokens, reading: Reading) -> np.ndarray:
     return unknown_N / np.maximum(tokens.lengths() - tokenizer.num_specials, 1)
 
 
-def _group_sizes(hash_N: np.ndarray, length_N: np.ndarray) -> np.ndarray:
-    """Number of rows with the hash of each row; 1 for empty texts, which are counted by
+def _group_sizes(key_N: np.ndarray, length_N: np.ndarray) -> np.ndarray:
+    """Number of rows with the key of each row; 1 for empty texts, which are counted by
     themselves.
     """
-    _, group_N, count_N = np.unique(hash_N, return_inverse=True, return_counts=True)
+    _, group_N, count_N = np.unique(key_N, return_inverse=True, return_counts=True)
     return np.where(length_N > 0, count_N[group_N], 1)
