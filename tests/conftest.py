@@ -28,8 +28,8 @@ from helpers.tiny_data import make_raw, tiny_transformer
 
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset, write_dataset
-from unidec.data.formats import make_slice, read_raw
-from unidec.data.raw import RawData
+from unidec.data.formats import read_raw
+from unidec.data.raw import RawData, make_slice
 from unidec.data.tokens import TokenCache, build_token_cache
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -428,7 +428,7 @@ def _judged(bundle: Bundle, queries: Any, pairs: Any) -> tuple[list[str], csr_ma
     from unidec.data.dataset import texts_read
     from unidec.data.formats import memory
 
-    source = memory.Given()
+    source = memory.Given(Path("memory"))
     labels = memory.known_labels(bundle.uids, bundle.titles)
     raw = memory.read_given(source, queries, labels, pairs)
     source.stop()

@@ -18,8 +18,8 @@ import yaml
 from helpers.raw_files import write_raw
 from scipy.sparse import csr_matrix
 
-from unidec.data.formats import make_slice, read_raw
-from unidec.data.raw import RawData
+from unidec.data.formats import read_raw
+from unidec.data.raw import RawData, make_slice
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_NEEDED = (

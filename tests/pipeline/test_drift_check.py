@@ -26,9 +26,8 @@ from unidec import pipeline
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import read_info
 from unidec.config import Params
-from unidec.data.formats import make_slice
 from unidec.data.profile import PROFILE_KEY
-from unidec.data.raw import RawData
+from unidec.data.raw import RawData, make_slice
 from unidec.errors import ArtifactError, ConfigError, DataError
 from unidec.pipeline import paths, training
 from unidec.pipeline.drift_check import _answers, read_profile

@@ -62,33 +62,23 @@ def load_csr(
     Raises:
         ArtifactError: an unreadable array, or arrays that do not match each other or the shape.
     """
-    starts = root / f"{prefix}indptr.npy"
-    columns = root / f"{prefix}indices.npy"
-    indptr = load_array(starts, np.int64)
-    indices = load_array(columns, np.int32)
+    indptr = load_array(root / f"{prefix}indptr.npy", np.int64)
+    indices = load_array(root / f"{prefix}indices.npy", np.int32)
     if np.dtype(dtype) == bool:
         data = np.ones(len(indices), dtype=bool)
     else:
         data = load_array(root / f"{prefix}data.npy", dtype)
-    num_rows, num_columns = shape
-
-    def refuse(where: Path, got: str, expected: str) -> None:
+    try:
+        matrix = csr_matrix((data, indices, indptr), shape=shape, copy=False)
+        matrix.check_format(full_check=check)
+        if indptr[-1] != len(indices) or (check and np.diff(indptr).min(initial=0) < 0):
+            raise ValueError("the row starts do not ascend to the number of columns")
+    except ValueError as error:
         raise ArtifactError(
             f"the arrays of the {prefix.replace('_', ' ')}pairs do not match",
-            where=where,
-            got=got,
-            expected=expected,
+            where=root,
+            got=error,
             fix=REBUILD,
-        )
-
-    is_ascending = not check or (np.diff(indptr) >= 0).all()
-    if len(indptr) != num_rows + 1 or indptr[0] != 0 or not is_ascending:
-        refuse(starts, f"{len(indptr)} row starts", f"{num_rows + 1}, ascending from 0")
-    if not indptr[-1] == len(indices) == len(data):
-        got = f"{len(indices)} columns, {len(data)} values"
-        refuse(starts, got, f"{int(indptr[-1])} of each")
-    if check and len(indices) and not 0 <= indices.min() <= indices.max() < num_columns:
-        refuse(columns, f"column {indices.max()}", f"0 to {num_columns - 1}")
-    matrix = csr_matrix((data, indices, indptr), shape=shape, copy=False)
+        ) from error
     matrix.has_sorted_indices = matrix.has_canonical_format = True
     return matrix

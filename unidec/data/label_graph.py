@@ -85,8 +85,7 @@ def target_blocks(
     with progress(total=len(count_L), desc="label graph", unit="label") as bar:
         for start, graph_JL in _graph_blocks(positive_NL, label_LN, count_L, kind):
             stop = start + graph_JL.shape[0]
-            row_Q = np.repeat(np.arange(stop - start), np.diff(graph_JL.indptr))
-            is_own_Q = graph_JL.indices == start + row_Q
+            is_own_Q = graph_JL.indices == start + _rows(graph_JL)
             is_target_Q = (graph_JL.data > threshold) | is_own_Q
             graph_JL.data = np.where(is_target_Q, graph_JL.data, 0).astype(np.float32)
             graph_JL.eliminate_zeros()
@@ -121,7 +120,7 @@ def _graph_blocks(
     """
     if kind == "random-walk":
         for start, visits_JL in _visit_blocks(label_LN, positive_NL):
-            row_Q = np.repeat(np.arange(visits_JL.shape[0]), np.diff(visits_JL.indptr))
+            row_Q = _rows(visits_JL)
             self_Q = np.maximum(visits_JL.diagonal(start)[row_Q], 1)
             share_Q = np.minimum(visits_JL.data / self_Q, 1.0)
             is_self_Q = visits_JL.indices == start + row_Q
@@ -133,12 +132,16 @@ def _graph_blocks(
             yield start, csr_matrix((stop - start, len(count_L)), dtype=np.float64)
             continue
         graph_JL = (label_LN[start:stop] @ positive_NL).tocsr()
-        count_Q = np.repeat(count_L[start:stop], np.diff(graph_JL.indptr))
-        share_Q = graph_JL.data / count_Q
+        share_Q = graph_JL.data / count_L[start + _rows(graph_JL)]
         if kind == "glas":
             share_Q = (share_Q + graph_JL.data / count_L[graph_JL.indices]) / 2
         graph_JL.data = share_Q
         yield start, graph_JL
+
+
+def _rows(matrix: csr_matrix) -> np.ndarray:
+    """Row of each stored entry, int64 [Q]."""
+    return matrix.tocoo(copy=False).row.astype(np.int64)
 
 
 def _blocks(positive_NL: csr_matrix, label_LN: csr_matrix) -> list[tuple[int, int]]:
@@ -224,9 +227,7 @@ def _visit_blocks(
         visited_HJ = _walk(queries_L, positive_NL, start + walking_J, draws)
         key, count = np.unique(walking_J * num_labels + visited_HJ, return_counts=True)
         row, column = np.divmod(key, num_labels)
-        row_ends = np.cumsum(np.bincount(row, minlength=stop - start))
-        indptr = np.concatenate([[0], row_ends])
-        yield start, csr_matrix((count, column, indptr), shape=(stop - start, num_labels))
+        yield start, csr_matrix((count, (row, column)), shape=(stop - start, num_labels))
 
 
 def _walk(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 _NUMBER = re.compile(r"[+-]?\d{1,300}(\.\d{1,300})?(e[+-]?\d{1,2})?")
 _AS_TEXT = (
@@ -34,10 +35,6 @@ def _whole(text: str) -> str:
     return str(int(number)) if number.is_integer() else text
 
 
-def _normalised(form: str) -> Callable[[str], str]:
-    return lambda text: unicodedata.normalize(form, text)  # type: ignore[arg-type]
-
-
 _STEPS: tuple[tuple[Callable[[str], str], str, str], ...] = (
     (lambda text: text.strip(" "), "blanks at the beginning or end", _TRIM),
     (
@@ -47,12 +44,12 @@ _STEPS: tuple[tuple[Callable[[str], str], str, str], ...] = (
     ),
     (lambda text: _without_invisible(text).strip(), "invisible characters", "remove them"),
     (
-        _normalised("NFC"),
+        partial(unicodedata.normalize, "NFC"),
         "accents written as characters of their own",
         "column.str.normalize('NFC') in both files",
     ),
     (
-        _normalised("NFKC"),
+        partial(unicodedata.normalize, "NFKC"),
         "other forms of the same characters",
         "column.str.normalize('NFKC') in both files",
     ),

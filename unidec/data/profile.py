@@ -225,8 +225,9 @@ def profile_dataset(
 
 def _repeats(hash_N: np.ndarray) -> np.ndarray:
     """Whether a value occurred before, bool [N]."""
-    _, first = np.unique(hash_N, return_index=True)
-    return ~np.isin(np.arange(len(hash_N)), first)
+    from pandas import Series  # takes half a second to import
+
+    return Series(hash_N).duplicated().to_numpy()
 
 
 def _shares(dataset: XMCDataset, rows: dict[str, np.ndarray], text: Text) -> dict[str, Share]:
@@ -259,9 +260,7 @@ def tested_in_training(
     Args:
         hash_N, length_N: `text_facts` of the queries.
     """
-    tested_N = np.zeros(len(hash_N), dtype=bool)
-    tested_N[dataset.rows("test")] = True
-    tested_N &= length_N > 0
+    tested_N = (dataset.split_N == SPLITS.index("test")) & (length_N > 0)
     return tested_N, tested_N & np.isin(hash_N, hash_N[dataset.rows("train")])
 
 

@@ -70,7 +70,7 @@ def inverse_propensity(
     if not (count_L >= 0).all() or not a > 0 or not b >= 0:
         raise DataError(
             "propensities cannot be computed",
-            got=f"A = {a}, B = {b}",
+            got=(a, b),
             expected="label counts >= 0, A > 0 and B >= 0",
         )
     if b == 0:

@@ -40,9 +40,9 @@ def read_cells(
         DataError: an unclosed quote, text after a closing quote, a bare carriage return, or quotes
             that can be read in two ways.
     """
-    quoted = bounds.quotes == "yes" or (bounds.quotes == "auto" and delimiter == ",")
-    if bounds.quotes == "auto" and delimiter == "\t":
-        quoted = _quotes_enclose(path, bounds)
+    quoted = bounds.quotes == "yes"
+    if bounds.quotes == "auto":
+        quoted = delimiter == "," or _quotes_enclose(path, bounds)
     csv.field_size_limit(max(csv.field_size_limit(), bounds.max_row_bytes))
     rows = _Rows(path, delimiter, bounds, report)
     yield from rows.quoted() if quoted else rows.unquoted()
@@ -82,7 +82,7 @@ class _Rows:
                     num_columns = num_columns or len(cells)
                     if len(self.lines_of_row) > 1:
                         self._check_span(num_columns)
-                        spanning = spanning + 1
+                        spanning += 1
                         first = first or f"lines {self.start} to {self.number}"
                     yield self.start, cells
                 self.start = self.number + 1
@@ -126,22 +126,19 @@ class _Rows:
 
     def _wrong(self, error: csv.Error) -> DataError:
         """The error of Python's csv reader in the words of this project."""
-        where = f"{self.path}:{self.start}"
         if "end of data" in str(error):
-            row = self.lines_of_row[0][:100] if self.lines_of_row else ""
             return DataError(
                 "a quote that is never closed",
-                where=where,
-                got=repr(row),
+                where=f"{self.path}:{self.start}",
+                got=repr(self.lines_of_row[0][:100]),
                 fix=f"close the quote, and {_DOUBLE}",
             )
         last = self.lines_of_row[-1][:100]
         if "expected after" in str(error):
-            opens = "" if self.start == self.number else f"; the row begins in line {self.start}"
             return DataError(
                 "text after a closing quote",
                 where=f"{self.path}:{self.number}",
-                got=f"{last!r}{opens}",
+                got=f"{last!r}; the row begins in line {self.start}",
                 fix=_DOUBLE,
             )
         return self._bare_return(last)
@@ -184,15 +181,13 @@ def _quotes_enclose(path: Path, bounds: RawBounds) -> bool:
     as_text = first.get("text")
     as_quotes = first.get("quotes")
     encloses = as_quotes or first.get("either")
-    if as_text and (spans or as_quotes):
-        if spans:
-            other = f"and line {spans} does not have {num_columns} columns: the text may span lines"
-        else:
-            other = f"but in line {as_quotes} quotes enclose a field"
+    against = spans or as_quotes
+    if as_text and against:
         raise DataError(
             "quotes that can be read in two ways",
-            where=f"{path}:{min(as_text, spans or as_quotes or as_text)}",
-            got=f"a field in line {as_text} begins with a quote and does not end with one, {other}",
+            where=f"{path}:{min(as_text, against)}",
+            got=f"a field in line {as_text} begins with a quote and does not end with one, but "
+            f"line {against} has other columns, or a field in quotes",
             fix=_EITHER,
         )
     if as_text:

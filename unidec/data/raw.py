@@ -120,16 +120,14 @@ def hold_out(queries: pa.Table, filter_pairs: csr_matrix, share: float, seed: in
     if share <= 0 or num_queries < 2:
         return np.zeros(num_queries, dtype=bool)
     family_N = _families(queries, filter_pairs)
-    num_families = int(family_N.max()) + 1
-    size_F = np.bincount(family_N, minlength=num_families)
-    hash_N = np.empty(num_queries, dtype=np.uint64)
-    for row, uid in enumerate(queries["uid"].to_pylist()):
-        digest = hashlib.blake2b(f"{seed}|{uid}".encode(), digest_size=8).digest()
-        hash_N[row] = int.from_bytes(digest, "big")
+    size_F = np.bincount(family_N)
+    num_families = len(size_F)
     # a family has the hash of one member: with the minimum over its members, large families would
     # come first
     _, member_F = np.unique(family_N, return_index=True)
-    hash_F = hash_N[member_F]
+    members = [f"{seed}|{uid}".encode() for uid in queries["uid"].take(member_F).to_pylist()]
+    digests = [hashlib.blake2b(member, digest_size=8).digest() for member in members]
+    hash_F = np.frombuffer(b"".join(digests), dtype=">u8")
     target = max(1, round(share * num_queries))
     largest = max(1, round(target * LARGEST_FAMILY))
     chosen_F = np.zeros(num_families, dtype=bool)
@@ -139,8 +137,6 @@ def hold_out(queries: pa.Table, filter_pairs: csr_matrix, share: float, seed: in
         if size <= largest and total + size <= target:
             chosen_F[family] = True
             total += size
-            if total == target:
-                break
     if total == 0 and num_families > 1:
         chosen_F[np.argmin(size_F)] = True
     return chosen_F[family_N]

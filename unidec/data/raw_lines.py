@@ -28,30 +28,26 @@ NOT_UTF8 = "text that is not UTF-8"
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
 }
 
 
 def check_file(path: Path) -> None:
     """Raise a DataError unless `path` is a file, or a link to one, that may be read."""
-    where = str(path)
     try:
         mode = path.stat().st_mode
     except FileNotFoundError as error:
         if not path.is_symlink():
-            raise DataError("no such file", where=where, fix="check the path") from error
+            raise DataError("no such file", where=path, fix="check the path") from error
         raise DataError(
             "a link to a missing file",
-            where=where,
+            where=path,
             got=f"-> {os.readlink(path)}",
             fix="correct the link, or remove it",
         ) from error
     except OSError as error:
         raise DataError(
             "the file cannot be read",
-            where=where,
+            where=path,
             got=error.strerror,
             fix="correct or remove it, or grant the permission to read it",
         ) from error
@@ -59,11 +55,11 @@ def check_file(path: Path) -> None:
         kind = _KINDS.get(stat.S_IFMT(mode), "a special file")
         raise DataError(
             f"{kind} instead of a file",
-            where=where,
+            where=path,
             fix="replace it by a regular file, or remove it",
         )
     if not os.access(path, os.R_OK):
-        raise DataError("no permission to read the file", where=where, fix=f"chmod u+r {path}")
+        raise DataError("no permission to read the file", where=path, fix=f"chmod u+r {path}")
 
 
 def refuse(path: Path) -> Report:
@@ -115,8 +111,8 @@ def read_lines(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> Iterator[tuple
             if file.read(len(BOM)) != BOM:
                 file.seek(0)
             while line := file.readline(bounds.max_row_bytes + 2):
-                total = total + len(line)
-                number = number + 1
+                total += len(line)
+                number += 1
                 if packed and total > ALWAYS_UNPACKED:
                     check_unpacked(path, total, bounds)
                 line = line.removesuffix(b"\n")
@@ -124,14 +120,12 @@ def read_lines(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> Iterator[tuple
                     raise row_too_long(path, number, bounds)
                 yield number, line
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(
-            "damaged gzip file", where=path, got=str(error), fix="fetch it again"
-        ) from error
+        raise DataError("damaged gzip file", where=path, got=error, fix="fetch it again") from error
     except OSError as error:
         raise DataError(
             "the file cannot be read",
             where=path,
-            got=error.strerror or error,
+            got=error,
             fix="check the file and its permissions",
         ) from error
 

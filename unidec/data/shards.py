@@ -144,16 +144,14 @@ def alone(folder: Path) -> Iterator[None]:
     """
     from filelock import Timeout
 
-    foreign = sorted(
-        path.name for path in folder.glob("*") if not _KNOWN_NAMES.fullmatch(path.name)
-    )
-    if foreign:
-        raise ArtifactError(
-            "the folder for shards contains other files",
-            where=folder,
-            got=foreign[0],
-            fix="move the folder away",
-        )
+    for path in folder.glob("*"):
+        if not _KNOWN_NAMES.fullmatch(path.name):
+            raise ArtifactError(
+                "the folder for shards contains other files",
+                where=folder,
+                got=path.name,
+                fix="move the folder away",
+            )
     try:
         with lock_file(folder / ".lock", timeout=0):
             try:

@@ -172,7 +172,7 @@ def write_manifest(
         "kind": kind,
         "version": version,
         "unidec": __version__,
-        "meta": dict(meta),
+        "meta": meta,
         "files": files,
     }
     body = _json(manifest).removesuffix(b"\n}\n")
@@ -228,7 +228,7 @@ def _check_version(where: Path, manifest: Mapping[str, Any], highest: int) -> No
         return
     writer = manifest["unidec"]
     raise (NewerFormatError if version > highest else ArtifactError)(
-        f"version {version} of {manifest['kind']} cannot be read by unidec {__version__}",
+        "a version of the folder that cannot be read by this unidec",
         where=where,
         got=f"version {version}, written by unidec {writer}",
         expected=f"a version from 1 to {highest}",
@@ -365,18 +365,16 @@ def load_array(path: str | os.PathLike[str], dtype: Any = None, ndim: int = 1) -
         ArtifactError: not a readable array, or of another dtype or number of dimensions.
     """
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, OSError, EOFError) as error:
         raise _damaged("not a readable array", Path(path), error) from error
-    # no array: the file is an archive of arrays
-    kind = getattr(array, "dtype", type(array))
-    shape = getattr(array, "shape", ())
-    if kind != (dtype or kind) or len(shape) != ndim:
+    wanted = np.dtype(dtype or array.dtype)
+    if array.dtype != wanted or array.ndim != ndim:
         raise _damaged(
             "array of another type",
             Path(path),
-            f"{kind} {shape}",
-            f"{np.dtype(dtype or kind)} with {ndim} dimension(s)",
+            f"{array.dtype} {array.shape}",
+            f"{wanted} with {ndim} dimension(s)",
         )
     return array
 
@@ -418,8 +416,8 @@ def _parse_manifest(root: Path) -> dict[str, Any]:
         raise _damaged(
             "a manifest of impossible size",
             path,
-            f"{size:,} bytes",
-            f"at most {MAX_MANIFEST_BYTES:,} bytes",
+            f"{size} bytes",
+            f"at most {MAX_MANIFEST_BYTES} bytes",
         )
     data = path.read_bytes()
     seal = _SEAL.search(data)
@@ -482,14 +480,10 @@ def _fsync(path: Path) -> None:
 
 def storage_error(path: Path, error: OSError, num_bytes: int = 0) -> ArtifactError:
     """The error for a file or folder that cannot be written; `num_bytes` is its size, if known."""
-    got = str(error.strerror or error)
-    with contextlib.suppress(OSError):
-        place = path.parent if path.parent.is_dir() else "/"
-        got += f", {shutil.disk_usage(place).free:,} bytes free"
     what = "cannot be written"
     fix = "check the folder's permissions"
     if error.errno in _NO_SPACE:
         what = "no space left on the disk"
         fix = "free some space, or choose another folder"
     expected = f"at least {num_bytes:,} bytes" if num_bytes else None
-    return ArtifactError(what, where=path, got=got, expected=expected, fix=fix)
+    return ArtifactError(what, where=path, got=error, expected=expected, fix=fix)

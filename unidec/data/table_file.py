@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unidec.config import RawBounds
-from unidec.data.lookalike import names_like, visible
+from unidec.data.lookalike import names_like, plain
 from unidec.data.parquet_file import read_parquet
 from unidec.data.quoting import read_cells
 from unidec.data.raw_lines import (
@@ -91,7 +91,7 @@ def read_rows(
         delimiter = "\t" if kind == ".tsv" else ","
         rows = read_cells(path, delimiter, bounds, report)
         _, names = next(rows, (0, []))
-        _check_header(path, names, delimiter)
+        _check_header(path, names)
         check_header(names)
         for line, cells in rows:
             if len(cells) == len(names):
@@ -108,9 +108,7 @@ def columns_missing(
     return DataError(
         f"columns missing: {', '.join(missing)}",
         where=where,
-        got=", ".join(
-            visible(name) if name != name.strip() else name for name in map(str, names[:50])
-        )[:300],
+        got=", ".join(map(plain, map(str, names[:50])))[:300],
         expected=expected,
         fix=names_like(names, missing),
     )
@@ -123,7 +121,7 @@ def no_text(value: object) -> str:
     return "save the column as strings, without lists, dates or truth values: column.astype(str)"
 
 
-def _check_header(path: Path, names: list[str], delimiter: str) -> None:
+def _check_header(path: Path, names: list[str]) -> None:
     """Raise a DataError if there is no header, or one column that holds another delimiter."""
     if not names:
         raise DataError("an empty file", where=path, expected="a header and rows")
@@ -133,8 +131,8 @@ def _check_header(path: Path, names: list[str], delimiter: str) -> None:
                 "a header of one column",
                 where=f"{path}:1",
                 got=names[0][:300],
-                fix=f"the columns are separated by {called}: save the file with "
-                f"{_DELIMITERS[delimiter]} between them",
+                fix=f"the columns are separated by {called}: save the file with the separator "
+                "of its ending: commas in .csv, tabs in .tsv",
             )
 
 
@@ -146,7 +144,6 @@ def check_names(names: Sequence[str], columns: Sequence[str], where: str) -> Non
         raise DataError(
             f"columns given twice: {', '.join(twice)[:300]}",
             where=where,
-            got=", ".join(names[:50])[:300],
             fix="remove or rename one of them",
         )
 

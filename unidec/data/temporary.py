@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-_STALE_S = 24 * 3600.0
+_STALE_S = 86_400.0  # a day
 _SUFFIX = re.compile(r"\.(\d+)\.[0-9a-f]{8}\.tmp$")
 _written_names: set[str] = set()  # by this process
 

@@ -47,7 +47,8 @@ otherwise the GPU waits for the host to launch kernels. Measured: benchmarks/res
 
 # Unicode categories: separators, control and format characters
 _INVISIBLE = {"Zs", "Zl", "Zp", "Cc", "Cf"}
-_ENCODE_AT_ONCE = 4096  # texts; limits the memory of Python lists and padded arrays
+_ENCODE_AT_ONCE = 4096  # texts; limits the memory of Python lists
+_SAVE = "save it in its fast form: AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
 
 
 def is_blank(text: str) -> bool:
@@ -226,9 +227,7 @@ class TokenCache(Tokens):
                 raise ArtifactError(
                     "offsets and ids do not match, or an id is not in the vocabulary",
                     where=root,
-                    got=f"{len(ids)} ids",
-                    expected=f"{num_texts} texts of at most {max_length} tokens, ids below "
-                    f"{vocab_size}",
+                    expected=f"as the manifest says: {meta}"[:200],
                     fix=REBUILD,
                 )
         cache = cls(ids, offsets, vocab_size, pad_id, max_length)
@@ -275,16 +274,13 @@ class TextTokenizer:
         from tokenizers import Tokenizer
 
         self.file = Path(folder) / "tokenizer.json"
-        save = "AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
         if not self.file.is_file():
-            raise ArtifactError(
-                "no tokenizer", where=self.file, fix=f"save the tokenizer in its fast form: {save}"
-            )
+            raise ArtifactError("no tokenizer", where=self.file, fix=_SAVE)
         try:
             self._tokenizer = Tokenizer.from_file(str(self.file))
         except Exception as error:  # the Rust library raises plain Exception
             raise ArtifactError(
-                "not a readable tokenizer", where=self.file, got=error, fix=f"save it again: {save}"
+                "not a readable tokenizer", where=self.file, got=error, fix=_SAVE
             ) from error
         self.num_specials = self._tokenizer.num_special_tokens_to_add(False)
         if max_length <= self.num_specials:
@@ -319,11 +315,10 @@ class TextTokenizer:
             encoding = self._tokenizer.encode(text)
         except (TypeError, ValueError) as error:
             raise _not_text([text], error) from error
-        rows = zip(encoding.tokens, encoding.ids, encoding.special_tokens_mask, strict=True)
-        pieces = []
-        for token, number, special in rows:
-            pieces.append(Piece(token, number == self.unknown_id, bool(special)))
-        return pieces, bool(encoding.overflowing)
+        is_unknown = [number == self.unknown_id for number in encoding.ids]
+        is_special = map(bool, encoding.special_tokens_mask)
+        pieces = map(Piece, encoding.tokens, is_unknown, is_special)
+        return list(pieces), bool(encoding.overflowing)
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Flat ids (uint16 or uint32) and the number of tokens of each text (int64).
@@ -337,15 +332,14 @@ class TextTokenizer:
             encoded = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
         except (TypeError, ValueError) as error:
             raise _not_text(texts, error) from error
-        length_B = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
-        dtype = _id_dtype(self.vocab_size)
-        flat = chain.from_iterable(encoded)
-        return np.fromiter(flat, dtype=dtype, count=int(length_B.sum())), length_B
+        length_B = np.fromiter(map(len, encoded), dtype=np.int64)
+        flat = np.fromiter(chain.from_iterable(encoded), dtype=_id_dtype(self.vocab_size))
+        return flat, length_B
 
 
 def _not_text(texts: Sequence[Any], error: Exception) -> DataError:
     """An error that names the first item that is not a string of valid Unicode."""
-    faulty = [i for i, text in enumerate(texts) if not _is_unicode(text)]
+    faulty = [i for i, text in enumerate(texts) if not is_unicode(text)]
     return DataError(
         "the text cannot be tokenised",
         where=f"text {faulty[0] if faulty else -1} of {len(texts)}",
@@ -354,7 +348,8 @@ def _not_text(texts: Sequence[Any], error: Exception) -> DataError:
     )
 
 
-def _is_unicode(text: Any) -> bool:
+def is_unicode(text: object) -> bool:
+    """Whether it is a string without lone surrogates."""
     return isinstance(text, str) and text == text.encode(errors="replace").decode()
 
 
@@ -388,12 +383,9 @@ def encode_texts(
     tokenizer = load_tokenizer(tokenizer_folder, max_length)
     if isinstance(texts, str):
         raise DataError("texts must be a list", got="one string", fix="pass [text]")
-    ids = []
-    lengths = []
-    for start in range(0, max(len(texts), 1), _ENCODE_AT_ONCE):
-        flat, length_B = tokenizer.encode(texts[start : start + _ENCODE_AT_ONCE])
-        ids.append(flat)
-        lengths.append(length_B)
+    starts = range(0, max(len(texts), 1), _ENCODE_AT_ONCE)
+    encoded = [tokenizer.encode(texts[start : start + _ENCODE_AT_ONCE]) for start in starts]
+    ids, lengths = zip(*encoded, strict=True)
     return Tokens(
         np.concatenate(ids), _offsets(lengths), tokenizer.vocab_size, tokenizer.pad_id, max_length
     )
@@ -430,7 +422,7 @@ def build_token_cache(
     """
     tokenizer = TextTokenizer(tokenizer_folder, max_length)
     lengths: list[NDArray[Any]] = []
-    with write_folder(out, KIND, VERSION, meta or {}) as folder:
+    with write_folder(out, KIND, VERSION, meta) as folder:
         with (
             growing_array(folder.path / "ids.npy", _id_dtype(tokenizer.vocab_size)) as add_ids,
             progress(total=num_texts, desc="tokenise", unit="text") as bar,

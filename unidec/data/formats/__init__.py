@@ -17,21 +17,10 @@ import pyarrow.compute as pc
 from unidec.config import Data, RawBounds
 from unidec.data.formats import folder, tables, xmc
 from unidec.data.formats.files import Lines, Source, rows_of
-from unidec.data.raw import RawData, hold_out, make_slice
+from unidec.data.raw import RawData, hold_out
 from unidec.data.raw_lines import DEFAULT_BOUNDS
 from unidec.data.storage import file_sha256
 from unidec.errors import DataError
-
-__all__ = [
-    "LAYOUTS",
-    "RawData",
-    "check_folder",
-    "find_rows",
-    "from_memory",
-    "make_slice",
-    "read_raw",
-    "read_section",
-]
 
 LAYOUTS = xmc.LAYOUTS | tables.LAYOUTS
 
@@ -90,7 +79,7 @@ def from_memory(
     """
     from unidec.data.formats import memory  # imports pandas
 
-    source = memory.Given(bounds)
+    source = memory.Given(Path("memory"), bounds)
     raw = memory.read_given(source, queries, labels, pairs)
     _check(source, raw)
     source.stop()
@@ -145,23 +134,15 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
         if os.access(root, os.R_OK | os.X_OK):
             return root
         fix = "run as its owner, or give it to this user (chown -R)"
-        raise DataError(
-            "the folder cannot be read", where=root, got=f"user id {os.getuid()}", fix=fix
-        )
+        raise DataError("the folder cannot be read", where=root, fix=fix)
     if root.exists():
         raise DataError("not a folder", where=root, fix=fix)
+    siblings = [path.name for path in root.parent.glob("*/")]
     if Path(f"{root}.dvc").is_file():
         fix = f"dvc pull {root}.dvc"
-    elif siblings := difflib.get_close_matches(root.name, _folders(root.parent), n=1):
-        fix += f"; nearest: {root.parent / siblings[0]}"
+    elif nearest := difflib.get_close_matches(root.name, siblings, n=1):
+        fix += f"; nearest: {root.parent / nearest[0]}"
     raise DataError("no such folder", where=root, fix=fix)
-
-
-def _folders(parent: Path) -> list[str]:
-    try:
-        return [path.name for path in parent.iterdir() if path.is_dir()]
-    except OSError:
-        return []
 
 
 def _read(path: str | os.PathLike[str], format: str, bounds: RawBounds) -> tuple[Source, RawData]:

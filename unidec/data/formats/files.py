@@ -103,19 +103,16 @@ class Source:
         self.count[kind] += len(rows) - len(first)
 
     def stop(self) -> None:
-        """Raise a DataError if there are errors: every kind with its count, and at most 20 samples
-        in total.
+        """Raise a DataError if there are errors: every kind with its count, and 20 samples of all
+        kinds, but at least one of each.
         """
         if not self.count:
             return
         shown = max(MAX_SAMPLES // len(self.count), 1)  # of each kind
-        left = MAX_SAMPLES
         report = []
         for kind, number in self.count.items():
-            samples = self.samples[kind][: min(shown, left)]
-            left -= len(samples)
             report.append(f"{kind}: {number:,}")
-            report += [f"    {sample}" for sample in samples]
+            report += [f"    {sample}" for sample in self.samples[kind][:shown]]
         raise DataError(
             f"the raw data cannot be used: {len(self.count)} kind(s) of error",
             where=self.root,
@@ -221,10 +218,10 @@ class Pairs:
         if matrix.nnz < len(query_P) and self.value_P is not None:
             pair_P = query_P.astype(np.int64) * shape[1] + label_P
             first = np.unique(pair_P, return_index=True)[1]
-            repeated_P = good_P.copy()
-            repeated_P[np.flatnonzero(good_P)[first]] = False
-            self._note(
-                "pair given twice", repeated_P, "query row {}, label {}", self.query_P, self.label_P
+            repeated = np.delete(np.flatnonzero(good_P), first)
+            detail = "query row {}, label {}"
+            self.source.note_rows(
+                "pair given twice", self.at, repeated, detail, self.query_P, self.label_P
             )
         return matrix
 
@@ -279,7 +276,7 @@ def read_sparse_text(source: Source, path: Path, shape: tuple[int, int]) -> Pair
             "row counts differ",
             where=path,
             got=f"{number - 1:,} rows",
-            expected=f"{shape[0]:,}, as in the header",
+            expected=shape[0],
         )
     query_P = np.asarray(query)
     return Pairs(
@@ -342,8 +339,8 @@ def read_npz(source: Source, path: Path, shape: tuple[int, int]) -> Pairs:
             raise DataError(
                 "row counts differ: the matrix does not match the texts",
                 where=path,
-                got=f"{stored} (queries, labels)",
-                expected=f"{shape}, as in the text files",
+                got=stored,
+                expected=shape,
             )
         matrix = load_npz(path)
         if matrix.format in ("csr", "csc"):

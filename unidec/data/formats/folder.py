@@ -89,11 +89,10 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _in_parts(path: Path, parts: list[Path]) -> DataError:
-    names = [part.relative_to(path.parent).as_posix() for part in parts[:3]]
     return DataError(
         "a table in several part files",
         where=parts[0].parent,
-        got=f"{len(parts):,} files: {', '.join(names)}, ...",
+        got=f"{parts[0].name} and others",
         expected=f"one file {path.name}",
         fix=f"join them{_JOIN.get(path.suffix, '')}",
     )

@@ -8,10 +8,8 @@ Legend: P pairs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ import pandas as pd
 import pyarrow as pa
 from scipy.sparse import coo_matrix, issparse
 
-from unidec.config import RawBounds
 from unidec.data.formats.files import Lines, Pairs, Source
 from unidec.data.formats.tables import (
     LABEL_COLUMNS,
@@ -31,11 +28,10 @@ from unidec.data.formats.tables import (
     table_of,
 )
 from unidec.data.raw import RawData
-from unidec.data.raw_lines import DEFAULT_BOUNDS
 from unidec.data.table_file import check_names
+from unidec.data.tokens import is_unicode
 from unidec.errors import DataError
 
-_NAME = "memory"  # of a data set that was not read from files
 _TABLES = "a list, a mapping of uid to text, or a table of pandas, polars, pyarrow or datasets"
 _PAIRS = (
     "a list of (query, label) or (query, label, relevance), a table with these columns, or a "
@@ -48,9 +44,6 @@ class Given(Source):
     """The errors found in data from memory."""
 
     fix = "correct these rows (positions count from 0); nothing was trained"
-
-    def __init__(self, bounds: RawBounds = DEFAULT_BOUNDS) -> None:
-        super().__init__(Path(_NAME), bounds)
 
 
 @dataclass(frozen=True)
@@ -133,12 +126,8 @@ def listed(given: Any, what: str) -> list[Any]:
     if isinstance(given, str | bytes):
         raise DataError("expected a list of texts, got a single text", where=what, fix="[text]")
     if isinstance(given, np.ndarray) and given.ndim != 1:
-        raise DataError(
-            "expected a list of texts",
-            where=what,
-            got=f"an array of shape {given.shape}",
-            expected="one dimension",
-        )
+        got = f"an array of shape {given.shape}"
+        raise DataError("expected a list of texts", where=what, got=got)
     if isinstance(given, Sequence):
         return list(given)
     # of numpy and pandas, Arrow, polars
@@ -146,9 +135,7 @@ def listed(given: Any, what: str) -> list[Any]:
         if hasattr(given, name) and not hasattr(given, "columns"):
             return list(getattr(given, name)())
     kind = type(given).__name__
-    raise DataError(
-        "expected a list of texts", where=what, got=kind, expected="a list", fix=f"list({what})"
-    )
+    raise DataError("expected a list of texts", where=what, got=kind, fix=f"list({what})")
 
 
 def _text_table(
@@ -230,12 +217,10 @@ def _columns_of(given: Any, what: str) -> list[tuple[str, list[Any]]] | None:
 
 def _index_uids(index: pd.Index, what: str) -> list[Any]:
     if isinstance(index, pd.MultiIndex):
-        names = ", ".join(map(str, index.names))
         raise DataError(
             "an index of several levels cannot hold the uids",
             where=what,
-            got=names,
-            fix=f"{what}.reset_index(), with one column `id`",
+            fix="reset_index(), with one column `id`",
         )
     return list(index.tolist())
 
@@ -244,7 +229,7 @@ def _refuse_named_index(frame: pd.DataFrame, what: str) -> None:
     """Raise a DataError for an index that holds a column, which would not be read."""
     names = [str(name) for name in frame.index.names if name is not None]
     if names or isinstance(frame.index, pd.MultiIndex):
-        fix = f"{what}.reset_index() if it is needed, else {what}.reset_index(drop=True)"
+        fix = "reset_index() if it is needed, else reset_index(drop=True)"
         got = ", ".join(names) or "several levels"
         raise DataError("the index would not be read", where=what, got=got, fix=fix)
 
@@ -270,7 +255,6 @@ def _list_of_pairs(source: Given, given: Any, num_queries: int) -> Table:
         raise DataError(
             "ambiguous: as many lists as queries may be pairs, or the labels of each query",
             where="pairs",
-            got=f"{len(entries)} lists of {length}",
             fix="[tuple(pair) for pair in pairs] for pairs",
         )
     columns = [list(column) for column in zip(*entries, strict=True)] or [[], []]
@@ -319,14 +303,13 @@ def _table(
     check_names(names, allowed, what)
     unknown = ", ".join(name for name in names if name not in allowed)
     if unknown:
-        fix = f"remove them: {what}[{[name for name in names if name in allowed]}]"
         expected = ", ".join(allowed)
         raise DataError(
-            "unknown columns", where=what, got=unknown[:300], expected=expected, fix=fix
+            "unknown columns", where=what, got=unknown[:300], expected=expected, fix="remove them"
         )
     if len({len(column) for column in values}) > 1:
-        got = ", ".join(f"{name}: {len(column):,}" for name, column in named)
-        raise DataError("columns of different lengths", where=what, got=got, expected="one length")
+        got = ", ".join(f"{name}: {len(column)}" for name, column in named)
+        raise DataError("columns of different lengths", where=what, got=got)
     rows = _rows(source, what, names, zip(*values, strict=True))
     return table_of(rows, what, source, columns)
 
@@ -350,7 +333,7 @@ def _plain(value: Any) -> Any:
     """A cell as Python's own type; None if it is missing."""
     if isinstance(value, np.generic):
         value = value.item()
-    if value is pd.NA or value is pd.NaT or (isinstance(value, float) and math.isnan(value)):
+    if pd.isna(value) is True:  # of a list it is an array
         return None
     return str(value) if isinstance(value, str) else value  # without subclasses of str
 
@@ -363,11 +346,9 @@ def _fault(name: str, value: Any) -> str | None:
         # an id, a relevance or a split that is missing is found by the checks of all tables
         return None
     if isinstance(value, str):
-        is_unicode = value.isascii() or value == value.encode(errors="replace").decode()
-        is_number = name == "relevance"
-        if not is_unicode:
+        if not is_unicode(value):
             return f"{name} is not valid Unicode"
-        return "relevance is not a number" if is_number else None
+        return "relevance is not a number" if name == "relevance" else None
     if name in ("id", "query_id", "label_id"):
         if isinstance(value, float):
             return (

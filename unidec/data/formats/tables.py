@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,8 +38,9 @@ QUERY_COLUMNS = ("id", "text"), ("content", "split")  # needed, optional
 LABEL_COLUMNS = ("id", "text"), ("content",)
 PAIR_COLUMNS = ("query_id", "label_id"), ("relevance", "split")
 QRELS = {
-    split: f"qrels/{stem}.tsv"
-    for split, stem in (("train", "train"), ("validation", "dev"), ("test", "test"))
+    "train": "qrels/train.tsv",
+    "validation": "qrels/dev.tsv",
+    "test": "qrels/test.tsv",
 }
 
 
@@ -68,16 +69,14 @@ class Table:
     columns: dict[str, pa.ChunkedArray]
     num_rows: int
 
-    def pairs(
-        self, source: Source, queries: pa.Table, labels: pa.Table, are_filters: bool = False
-    ) -> Pairs:
+    def pairs(self, source: Source, queries: pa.Table, labels: pa.Table) -> Pairs:
         """The rows as pairs: the first two columns are the uids of query and label. Unknown uids
         are recorded.
 
         The relevance is in column "relevance" or "score"; without such a column it is 1.
         """
         query, label, *rest = self.columns
-        value_P = None if are_filters else np.ones(self.num_rows)
+        value_P = np.ones(self.num_rows)
         for name in ("relevance", "score"):
             if name in rest:
                 texts = self.columns[name].to_pylist()
@@ -97,8 +96,7 @@ class Table:
         row_P = rows_of(uids, known)
         unknown = np.flatnonzero(row_P < 0)
         if len(unknown):
-            unknown_uids = uids.take(pa.array(unknown)).to_pylist()
-            by_row = dict(zip(unknown.tolist(), unknown_uids, strict=True))
+            by_row = dict(zip(unknown.tolist(), uids.take(unknown).to_pylist(), strict=True))
             _note_unknown(source, self.at, what, by_row, known)
         return row_P
 
@@ -140,12 +138,10 @@ def join_tables(
     positives = pairs.pairs(source, query_texts, label_texts)
     split_N = _splits(queries, pairs, positives.query_P, source)
     relevance = positives.matrix((query_texts.num_rows, label_texts.num_rows))
-    filter_pairs = csr_matrix(relevance.shape, dtype=bool)
+    raw = _unsplit(source, query_texts, label_texts, relevance)
     if filters is not None:
-        found = filters.pairs(source, query_texts, label_texts, are_filters=True)
-        filter_pairs = found.matrix(relevance.shape)
-    pairs_by_kind = {"train": relevance}, {"train": filter_pairs}
-    raw = RawData(source.root.name, {"train": query_texts}, label_texts, *pairs_by_kind)
+        found = replace(filters.pairs(source, query_texts, label_texts), value_P=None)
+        raw.filter_pairs["train"] = found.matrix(relevance.shape)
     return _by_split(source, queries.at, raw, split_N)
 
 
@@ -172,10 +168,16 @@ def _read_beir(source: Source) -> RawData:
         )
         split_N[rows] = split
         relevance += pairs.matrix(relevance.shape, zero_is_no_pair=True)
-    filter_pairs = csr_matrix(relevance.shape, dtype=bool)
-    pairs_by_kind = {"train": relevance}, {"train": filter_pairs}
-    raw = RawData(source.root.name, {"train": query_texts}, label_texts, *pairs_by_kind)
+    raw = _unsplit(source, query_texts, label_texts, relevance)
     return _by_split(source, queries.at, raw, split_N)
+
+
+def _unsplit(source: Source, queries: pa.Table, labels: pa.Table, relevance: csr_matrix) -> RawData:
+    """Raw data whose queries all are in "train", without filter pairs."""
+    none = csr_matrix(relevance.shape, dtype=bool)
+    return RawData(
+        source.root.name, {"train": queries}, labels, {"train": relevance}, {"train": none}
+    )
 
 
 def _by_split(
@@ -302,8 +304,7 @@ class _Cells:
         # an empty row was already noted: it is not a JSON object
         elif column in self.needed and row:
             names = list(map(str, row))
-            first = ", ".join(names[:10])
-            self.source.note(f"no {column}", self.name, line, first[:80])
+            self.source.note(f"no {column}", self.name, line, ", ".join(names)[:80])
             if column not in row and (fix := names_like(names, [column])):
                 self.source.advise(fix)
         return ""
@@ -331,13 +332,9 @@ def _note_unknown(
         )
 
 
-def check_uids(
-    source: Source, uids: pa.Array | pa.ChunkedArray, at: tuple[str, Lines], what: str
-) -> None:
+def check_uids(source: Source, uids: pa.ChunkedArray, at: tuple[str, Lines], what: str) -> None:
     """Record every repeated and every empty uid."""
-    row_N = np.arange(len(uids))
-    first = pa.table({"uid": uids, "row": row_N}).group_by("uid").aggregate([("row", "min")])
-    is_bad_N = ~np.isin(row_N, first["row_min"].to_numpy())
+    is_bad_N = rows_of(uids, uids) != np.arange(len(uids))
     is_bad_N |= pc.equal(uids, "").to_numpy(zero_copy_only=False)
     source.note_rows(f"{what} uid empty or given twice", at, np.flatnonzero(is_bad_N), "{}", uids)
 
@@ -366,7 +363,7 @@ def _splits(queries: Table, pairs: GivenPairs, query_P: np.ndarray, source: Sour
 def _split_names(table: Table | GivenPairs, source: Source) -> np.ndarray:
     names = pc.utf8_lower(pc.utf8_trim_whitespace(table.columns["split"]))
     name_N = names.to_numpy(zero_copy_only=False)
-    unknown = np.flatnonzero(~np.isin(name_N.astype(str), SPLITS))
+    unknown = np.flatnonzero(~np.isin(name_N, SPLITS))
     source.note_rows(
         "split that is not train, validation or test", table.at, unknown, "{!r}", name_N
     )

@@ -69,10 +69,9 @@ def _read(
         queries[split], source.queries_at[split], positives = read_split(path, short, first)
         shape = (queries[split].num_rows, labels.num_rows)
         relevance[split] = positives.matrix(shape)
-        path = source.find(*filter_names)
-        filters[split] = (
-            read_filter_text(source, path).matrix(shape) if path else csr_matrix(shape, dtype=bool)
-        )
+        filters[split] = csr_matrix(shape, dtype=bool)
+        if path := source.find(*filter_names):
+            filters[split] = read_filter_text(source, path).matrix(shape)
         first += shape[0]
     return RawData(source.root.name, queries, labels, relevance, filters)
 
