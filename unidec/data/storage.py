@@ -245,7 +245,7 @@ def _check_files(root: Path, files: Mapping[str, Any]) -> None:
         size = (root / name).stat().st_size
         expected = entry["size"]
         if size != expected:
-            raise _damaged("a file is damaged", root / name, f"{size} bytes", f"{expected} bytes")
+            raise _damaged("a file is damaged", root / name, f"{size} bytes", expected)
     if extra := sorted(found - files.keys()):
         raise ArtifactError(
             "a file that the manifest does not list", where=root / extra[0], fix="remove it"
@@ -414,10 +414,10 @@ def _parse_manifest(root: Path) -> dict[str, Any]:
     size = path.stat().st_size
     if size > MAX_MANIFEST_BYTES:
         raise _damaged(
-            "a manifest of impossible size",
+            "a manifest of impossible size, in bytes",
             path,
-            f"{size} bytes",
-            f"at most {MAX_MANIFEST_BYTES} bytes",
+            size,
+            MAX_MANIFEST_BYTES,
         )
     data = path.read_bytes()
     seal = _SEAL.search(data)

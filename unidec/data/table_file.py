@@ -131,8 +131,8 @@ def _check_header(path: Path, names: list[str]) -> None:
                 "a header of one column",
                 where=f"{path}:1",
                 got=names[0][:300],
-                fix=f"the columns are separated by {called}: save the file with the separator "
-                "of its ending: commas in .csv, tabs in .tsv",
+                fix=f"the columns are separated by {called}: save the file with commas (.csv) or "
+                "tabs (.tsv) between them",
             )
 
 

@@ -219,9 +219,9 @@ class Pairs:
             pair_P = query_P.astype(np.int64) * shape[1] + label_P
             first = np.unique(pair_P, return_index=True)[1]
             repeated = np.delete(np.flatnonzero(good_P), first)
-            detail = "query row {}, label {}"
+            columns = self.query_P, self.label_P
             self.source.note_rows(
-                "pair given twice", self.at, repeated, detail, self.query_P, self.label_P
+                "pair given twice", self.at, repeated, "query row {}, label {}", *columns
             )
         return matrix
 

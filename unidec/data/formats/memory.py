@@ -127,7 +127,7 @@ def listed(given: Any, what: str) -> list[Any]:
         raise DataError("expected a list of texts, got a single text", where=what, fix="[text]")
     if isinstance(given, np.ndarray) and given.ndim != 1:
         got = f"an array of shape {given.shape}"
-        raise DataError("expected a list of texts", where=what, got=got)
+        raise DataError("expected a list of texts", where=what, got=got, expected="one dimension")
     if isinstance(given, Sequence):
         return list(given)
     # of numpy and pandas, Arrow, polars
@@ -309,7 +309,7 @@ def _table(
         )
     if len({len(column) for column in values}) > 1:
         got = ", ".join(f"{name}: {len(column)}" for name, column in named)
-        raise DataError("columns of different lengths", where=what, got=got)
+        raise DataError("columns of different lengths", where=what, got=got, expected="one length")
     rows = _rows(source, what, names, zip(*values, strict=True))
     return table_of(rows, what, source, columns)
 
