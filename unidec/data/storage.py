@@ -228,7 +228,7 @@ def _check_version(where: Path, manifest: Mapping[str, Any], highest: int) -> No
         return
     writer = manifest["unidec"]
     raise (NewerFormatError if version > highest else ArtifactError)(
-        "a version of the folder that cannot be read by this unidec",
+        f"version {version} of {manifest['kind']} cannot be read by unidec {__version__}",
         where=where,
         got=f"version {version}, written by unidec {writer}",
         expected=f"a version from 1 to {highest}",
@@ -245,7 +245,7 @@ def _check_files(root: Path, files: Mapping[str, Any]) -> None:
         size = (root / name).stat().st_size
         expected = entry["size"]
         if size != expected:
-            raise _damaged("a file is damaged", root / name, f"{size} bytes", expected)
+            raise _damaged("a file is damaged", root / name, f"{size} bytes", f"{expected} bytes")
     if extra := sorted(found - files.keys()):
         raise ArtifactError(
             "a file that the manifest does not list", where=root / extra[0], fix="remove it"
@@ -414,10 +414,10 @@ def _parse_manifest(root: Path) -> dict[str, Any]:
     size = path.stat().st_size
     if size > MAX_MANIFEST_BYTES:
         raise _damaged(
-            "a manifest of impossible size, in bytes",
+            "a manifest of impossible size",
             path,
-            size,
-            MAX_MANIFEST_BYTES,
+            f"{size:,} bytes",
+            f"at most {MAX_MANIFEST_BYTES:,} bytes",
         )
     data = path.read_bytes()
     seal = _SEAL.search(data)
@@ -480,10 +480,14 @@ def _fsync(path: Path) -> None:
 
 def storage_error(path: Path, error: OSError, num_bytes: int = 0) -> ArtifactError:
     """The error for a file or folder that cannot be written; `num_bytes` is its size, if known."""
+    got = str(error.strerror or error)
+    with contextlib.suppress(OSError):
+        place = path.parent if path.parent.is_dir() else "/"
+        got += f", {shutil.disk_usage(place).free:,} bytes free"
     what = "cannot be written"
     fix = "check the folder's permissions"
     if error.errno in _NO_SPACE:
         what = "no space left on the disk"
         fix = "free some space, or choose another folder"
     expected = f"at least {num_bytes:,} bytes" if num_bytes else None
-    return ArtifactError(what, where=path, got=error, expected=expected, fix=fix)
+    return ArtifactError(what, where=path, got=got, expected=expected, fix=fix)
