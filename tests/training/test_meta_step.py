@@ -50,7 +50,11 @@ def moved(trainer):
     trainer.checks.each_step = False
     trainer.batches.device = trainer.device
     trainer.batches.build = replace(trainer.batches.build, device=trainer.device)
-    trainer.model.to("meta")
+    places = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    trainer.model.to("meta")  # makes new parameters
+    moved_ones = dict(trainer.model.named_parameters())
+    optimisers = trainer.optimisers
+    optimisers.dense = [moved_ones[places[id(parameter)]] for parameter in optimisers.dense]
     trainer.checks.failed = trainer.checks.failed.to("meta")
     for row in trainer.optimisers.row.values():
         if hasattr(row, "_count"):
