@@ -1,5 +1,5 @@
 """Run 3: the recipe `unidec-gpu` on lf-debian's titles to the end: training, index, fusion,
-evaluation. Stopped at its limit it leaves a checkpoint, and the same command goes on.
+evaluation. Stopped at its limit it leaves a checkpoint; the same command resumes.
 
     python benchmarks/gpu/03_recipe.py
 """

@@ -1,8 +1,8 @@
 """Cells of a comparison one after the other, on a machine without Prefect, MLflow or a network.
 
 The folder runs/compare/<name> is as `unidec compare` leaves it: finished cells are kept, so that a
-later card goes on. Copied to another machine, `unidec compare FILE --keep-results --report-only`
-writes the page.
+run on a later card resumes. Copied to another machine, `unidec compare FILE --keep-results
+--report-only` writes the page.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from unidec.data.tokens import Tokens
 from unidec.model.additions import Drawn
 from unidec.model.encoder import load_transformer
-from unidec.model.encoder_inputs import Parts
+from unidec.model.encoder_inputs import Parts, joined
 from unidec.model.search import exact_search
 
 NUM_SIMILAR = 5  # one of these replaces a token
@@ -45,9 +45,7 @@ class Synonyms:
     def apply(self, parts: Parts, drawn: Drawn) -> tuple[str, Tokens, np.ndarray]:
         """A batch's texts, with other tokens, as one source and its rows."""
         rng = drawn.rng(_STREAM)
-        ragged = [tokens.ragged(rows) for _, tokens, rows in parts]
-        token_F = np.concatenate([flat for flat, _ in ragged])
-        lengths_B = np.concatenate([np.diff(offsets) for _, offsets in ragged])
+        token_F, lengths_B = joined(parts)
         is_replaced_F = rng.random(len(token_F)) < self.share
         pick_F = rng.integers(0, self.similar_VK.shape[1], len(token_F))
         changed_F = np.where(is_replaced_F, self.similar_VK[token_F, pick_F], token_F)

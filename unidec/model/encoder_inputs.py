@@ -77,7 +77,7 @@ class InputBuilder:
 
     def _features(self, bag: BagEncoder, parts: Parts) -> dict[str, Tensor]:
         """The bag's fields of an input."""
-        token_F, lengths_B = _joined(parts)
+        token_F, lengths_B = joined(parts)
         feature_F, lengths_B = bag.features(token_F, lengths_B)
         unique_U, local_F = np.unique(feature_F, return_inverse=True)
         offsets_B = np.cumsum(lengths_B) - lengths_B
@@ -113,7 +113,7 @@ class InputBuilder:
         are computed again are those of a small one at a time.
         """
         encoder = self.encoder
-        token_F, lengths_B = _joined(parts, encoder.settings.transformer_tokens)
+        token_F, lengths_B = joined(parts, encoder.settings.transformer_tokens)
         most = max(tokens.max_length for _, tokens, _ in parts)
         end_B = np.cumsum(lengths_B)
         place_F = np.arange(len(token_F)) - np.repeat(end_B - lengths_B, lengths_B)
@@ -131,7 +131,7 @@ class InputBuilder:
         return to_device(array, self.device)
 
 
-def _joined(parts: Parts, most: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def joined(parts: Parts, most: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Token ids int64 [F] of all texts, and the number of tokens of each, int64 [B]; `most` as in
     `Tokens.ragged`.
     """

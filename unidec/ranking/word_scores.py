@@ -286,9 +286,8 @@ class WordScorer:
             cosine_O: cos(q, s).
         """
         norm_O = self._norm_L[label_O]
-        in_sum_OF = self._profile_LF[
-            label_O
-        ].sign()  # a popular label's sum lacks some of its words
+        # a popular label's sum lacks some of its words
+        in_sum_OF = self._profile_LF[label_O].sign()
         square_O = _row_sums(words_OF.multiply(words_OF).multiply(in_sum_OF))  # |q|^2
         product_O = cosine_O * norm_O  # q . s
         rest_O = product_O - square_O  # q . (s - q)

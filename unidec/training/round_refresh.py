@@ -100,8 +100,8 @@ def cluster_size(pool: Pool, epoch: int, num_rows: int) -> int:
     """Largest number of queries in a cluster of the round that starts after `epoch` epochs.
 
     It is the size of a batch, and 1 (random batches) before `pool.start_epoch`. In NGAME's
-    curriculum it starts at `pool.cluster_start` and doubles
-    at the epochs of `pool.cluster_doublings` (if empty at each refresh), up to the size of a batch.
+    curriculum it starts at `pool.cluster_start` and doubles at the epochs of
+    `pool.cluster_doublings` (if empty at each refresh), up to the size of a batch.
 
     Args:
         num_rows: number of training queries.
