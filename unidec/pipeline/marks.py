@@ -215,11 +215,13 @@ class _Tables:
         for uid, text in sorted(self.new.items()):
             queries.append({"id": uid, "text": text, "content": "", "split": "train"})
         labels = _text_rows(self.dataset.labels)
-        pairs = [
+        pairs: list[dict[str, Any]] = [
             {"query_id": query, "label_id": label, "relevance": value}
             for (query, label), value in sorted(self.pairs.items())
         ]
-        filters = [{"query_id": query, "label_id": label} for query, label in sorted(self.filters)]
+        filters: list[dict[str, Any]] = [
+            {"query_id": query, "label_id": label} for query, label in sorted(self.filters)
+        ]
         for name, rows in zip(FILES, (queries, labels, pairs, filters), strict=True):
             with (folder / name).open("w", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
