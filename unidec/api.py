@@ -265,6 +265,7 @@ class Model:
         add: Mapping[str, str] | None = None,
         remove: Sequence[str] = (),
         update: Mapping[str, str] | None = None,
+        examples: Mapping[str, Sequence[str]] | None = None,
     ) -> Model:
         """Return a model with a changed label set, without training; this model is not modified.
 
@@ -272,6 +273,7 @@ class Model:
             folder: folder of the new bundle; must differ from this model's.
             add, update: text by uid.
             remove: uids.
+            examples: queries for which an added label is right, by its uid.
 
         Raises:
             DataError: a uid is unknown, or already exists.
@@ -283,7 +285,10 @@ class Model:
         bundle = self._answerer.bundle
         added = [LabelText(uid, text) for uid, text in (add or {}).items()]
         updated = [LabelText(uid, text) for uid, text in (update or {}).items()]
-        change = LabelChange.edit(bundle, added, list(remove), updated)
+        queries = [
+            LabelText(uid, query) for uid, texts in (examples or {}).items() for query in texts
+        ]
+        change = LabelChange.edit(bundle, added, list(remove), updated, queries)
         return Model(with_labels(bundle, folder, change), self.runtime)
 
     def save(self, folder: str | Path) -> Path:

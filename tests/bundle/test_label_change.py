@@ -73,6 +73,22 @@ def test_an_edit_is_that_of_a_dictionary(
         }
 
 
+def test_example_queries_are_of_added_labels(bundle: Bundle) -> None:
+    add = [LabelText("N", "a new one"), LabelText("O", "another")]
+    examples = [LabelText("O", "first"), LabelText("N", "second"), LabelText("O", "third")]
+    change = LabelChange.edit(bundle, add, ["L1"], examples=examples)
+    assert [change.uids[row] for row in change.example_rows_E] == ["O", "N", "O"]
+    assert change.examples == ["first", "second", "third"]
+    wrong = [
+        LabelText("L0", "a query", where="examples.csv:2"),
+        LabelText("N", "  ", where="examples.csv:3"),
+    ]
+    with pytest.raises(DataError) as caught:
+        LabelChange.edit(bundle, add, examples=wrong)
+    assert "examples.csv:2: a query of 'L0', which is not added here" in str(caught.value)
+    assert "examples.csv:3: an empty query of 'N'" in str(caught.value)
+
+
 def test_the_same_text_again_is_no_change(bundle: Bundle) -> None:
     same = [LabelText("L0", "red car"), LabelText("L3", "red boat", "red boat")]
     assert not LabelChange.edit(bundle, update=same)

@@ -25,6 +25,7 @@ from unidec.bundle.bundle_folder import (
     write_bundle,
 )
 from unidec.bundle.label_change import LabelChange, estimated_rows, with_labels
+from unidec.bundle.label_file import LabelText
 from unidec.config import Params
 from unidec.config.index_spec import IndexSpec
 from unidec.data.dataset import XMCDataset
@@ -304,6 +305,26 @@ def test_a_new_label_is_found_by_its_text(bundle: Callable[..., Bundle], tmp_pat
     assert change.added == ["x"]
     assert change.source_L[-1] == -1
     assert after.predict(["planet bread engine"], 1)[0].labels == ["x"]
+
+
+@pytest.mark.parametrize("variant", [{"votes": True}, {"model.heads": "de"}, {}], ids=str)
+def test_example_queries_bring_a_new_label_forward(
+    variant: dict[str, Any], bundle: Callable[..., Bundle], tmp_path: Path
+) -> None:
+    before = bundle(**variant)
+    add = [LabelText("x", "planet"), LabelText("y", "engine")]
+    query = "bread river garden"
+    ranks = []
+    for name, examples in (("without", []), ("with", [LabelText("x", query)])):
+        change = LabelChange.edit(before, add, examples=examples)
+        after = Bundle.load(with_labels(before, tmp_path / name, change))
+        ranks.append(after.predict([query], after.num_labels)[0].labels.index("x"))
+    assert ranks[1] < ranks[0]
+    assert after.info.estimated == (
+        [] if before.info.space == "de" else [(before.num_labels, before.num_labels + 2)]
+    )
+    if before.neighbours is not None:
+        assert voters(after) == voters(before) | {"example 1": {"x"}}
 
 
 def test_queries_whose_labels_all_leave_do_not_vote(

@@ -1,12 +1,15 @@
 """Changes a bundle's label set without training: new labels are found by their text.
 
 Legend: L labels of the new set, K labels of the bundle, S labels of the new set whose text is
-encoded, N nearest trained labels, T trained labels, M training queries, D width of a head.
+encoded, E example queries of new labels, N nearest trained labels, T trained labels, M training
+queries, D width of a head.
 
 The dual-encoder vector of a new label encodes its text, and its classifier row is an estimate
-(`estimated_rows`). Other labels keep their vectors; if the text of one changed, its dual-encoder
-vector is computed again, and so is its classifier row if that is an estimate. The index is rebuilt
-with the same options: a second for 10,000 labels, minutes for a million (hours for an HNSW graph).
+(`estimated_rows`). Example queries of a new label turn both towards them and vote for it
+(`example_queries.py`). Other labels keep their vectors; if the text of one changed, its
+dual-encoder vector is computed again, and so is its classifier row if that is an estimate. The
+index is rebuilt with the same options: a second for 10,000 labels, minutes for a million (hours for
+an HNSW graph).
 The arrays of the new label set must fit in memory."""
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ from unidec.bundle.bundle_folder import (
     Scoring,
     write_bundle,
 )
+from unidec.bundle.example_queries import encoded_examples, with_example_voters, with_examples
 from unidec.bundle.label_file import LabelText, listing
 from unidec.data.lookalike import Known, difference, visible
 from unidec.data.storage import read_manifest
@@ -43,7 +47,8 @@ from unidec.errors import ConfigError, DataError
 from unidec.ranking.heads import Heads, unit_rows
 from unidec.ranking.index import LabelIndex
 from unidec.ranking.neighbours import Neighbours
-from unidec.ranking.sparse import Floats, Rows
+from unidec.ranking.query_encoder import Encoded
+from unidec.ranking.sparse import NO_ROWS, Floats, Rows
 
 NEAREST = 3
 TEXT_SHARE = 0.6
@@ -61,6 +66,8 @@ class LabelChange:
         encoded_S: int64 [S] ascending, rows whose text is encoded. texts_S: these texts.
         added, removed, renamed: uids of the new labels, of the removed ones, and of those whose
         text or title changed.
+        example_rows_E: int64 [E], row of the new label of each example query. examples: their
+        texts.
     """
 
     uids: list[str]
@@ -71,6 +78,8 @@ class LabelChange:
     added: list[str]
     removed: list[str]
     renamed: list[str]
+    example_rows_E: Rows = field(default_factory=NO_ROWS.copy)
+    examples: list[str] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -117,14 +126,19 @@ class LabelChange:
         add: Sequence[LabelText] = (),
         remove: Sequence[str] = (),
         update: Sequence[LabelText] = (),
+        examples: Sequence[LabelText] = (),
     ) -> LabelChange:
         """Add, remove and update labels. All others keep their order, and new ones come last.
 
+        Args:
+            examples: queries for which an added label is right: the uid of the label and the text
+            of the query; any number for each label.
+
         Raises:
             DataError: a uid is given twice, unknown or (to add) already present, a text is empty,
-                or no label remains; lists all problems.
+                a query's label is not added, or no label remains; lists all problems.
         """
-        _check_edit(bundle, add, remove, update)
+        _check_edit(bundle, add, remove, update, examples)
         shown = _titles(bundle)
         long_texts = bundle.info.text != "title"
         # if a model of titles already has this text and title, the update changes nothing
@@ -143,7 +157,13 @@ class LabelChange:
             raise DataError(
                 "a bundle needs a label", got="all are removed", fix="keep one, or add one"
             )
-        return cls._between(bundle, shown, encoded, {label.uid for label in changed})
+        change = cls._between(bundle, shown, encoded, {label.uid for label in changed})
+        row_of = {label.uid: len(shown) - len(add) + place for place, label in enumerate(add)}
+        return replace(
+            change,
+            example_rows_E=np.array([row_of[query.uid] for query in examples], dtype=np.int64),
+            examples=[query.text for query in examples],
+        )
 
     @classmethod
     def _between(
@@ -192,7 +212,11 @@ def _titles(bundle: Bundle) -> dict[str, str]:
 
 
 def _check_edit(
-    bundle: Bundle, add: Sequence[LabelText], remove: Sequence[str], update: Sequence[LabelText]
+    bundle: Bundle,
+    add: Sequence[LabelText],
+    remove: Sequence[str],
+    update: Sequence[LabelText],
+    examples: Sequence[LabelText],
 ) -> None:
     """Raise a DataError that lists every problem of an edit."""
     edits = [("add", label) for label in add]
@@ -218,6 +242,15 @@ def _check_edit(
         first_edit.setdefault(uid, kind)
         if problem:
             problems.append(f"{label.where}: {problem}" if label.where else problem)
+    added = {label.uid for label in add}
+    for query in examples:
+        problem = ""
+        if query.uid not in added:
+            problem = f"a query of {query.uid!r}, which is not added here"
+        elif not query.text.strip():
+            problem = f"an empty query of {query.uid!r}"
+        if problem:
+            problems.append(f"{query.where}: {problem}" if query.where else problem)
     if problems:
         raise DataError(
             f"{len(problems):,} problems in a change of labels; nothing was written",
@@ -273,6 +306,7 @@ def with_labels(
     if info.knn is None and neighbours is not None:
         raise ValueError("no training queries vote in this bundle: it has no weight for them")
     read_manifest(bundle.path, KIND, VERSION, verify=True)
+    examples = encoded_examples(bundle, change.examples)
     scoring = Scoring(
         space=info.space,
         clf_weight=info.clf_weight,
@@ -283,13 +317,17 @@ def with_labels(
     voters = None
     if info.knn is not None:
         voters = neighbours or _remapped_neighbours(bundle, change)
+        if voters is not None and examples is not None:
+            voters = with_example_voters(
+                voters, change.examples, change.example_rows_E, examples, info.knn.space
+            )
         if voters is None:  # fusion and calibration were fitted to scores with votes
             scoring = replace(scoring, fusion=None, calibration=None)
         else:
             old = info.knn
             knn = KnnInfo.of(voters, old.weight, old.neighbours, old.space)
             scoring = replace(scoring, knn=knn)
-    vectors, estimated_L = _changed_vectors(bundle, change)
+    vectors, estimated_L = _changed_vectors(bundle, change, examples)
     heads = Heads(vectors, info.space, info.clf_normalize)
     index = LabelIndex.build(heads, bundle.index.spec)
     labels = BundleLabels(change.uids, change.titles, vectors, _ranges(estimated_L))
@@ -318,7 +356,7 @@ def _ranges(mask_L: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 
 def _changed_vectors(
-    bundle: Bundle, change: LabelChange
+    bundle: Bundle, change: LabelChange, examples: Encoded | None
 ) -> tuple[dict[str, Floats], npt.NDArray[np.bool_]]:
     """Label arrays of the new bundle by name, and the labels with estimated classifier rows, bool
     [L].
@@ -330,6 +368,12 @@ def _changed_vectors(
     tokens = encode_texts(change.texts_S, model.tokenizer_folder, model.max_length)
     desc = "labels" if len(change.texts_S) > _BATCH else None
     de_SD, clf_SD = model.vectors("labels", tokens, batch_size=_BATCH, desc=desc)
+    if examples is not None:
+        place_E = np.searchsorted(encoded_S, change.example_rows_E)
+        if de_SD is not None and examples.de_BD is not None:
+            de_SD = with_examples(de_SD, examples.de_BD, place_E)
+        if clf_SD is not None and examples.clf_BD is not None:
+            clf_SD = with_examples(clf_SD, examples.clf_BD, place_E)
     rows_L = np.maximum(source_L, 0)
     vectors = {name: array[rows_L] for name, array in before.items()}
     estimated_L = np.zeros(len(source_L), dtype=bool)

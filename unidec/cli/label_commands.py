@@ -23,6 +23,10 @@ labels_app = group(
 )
 
 _ABOUT_FILE = "labels: .csv, .tsv, .jsonl or .parquet with the columns id, text [, title]"
+_ABOUT_QUERIES = (
+    "example queries of the added labels, a row each: .csv, .tsv, .jsonl or .parquet with the "
+    "columns label_id, text"
+)
 _ABOUT_UIDS = "labels: .csv, .tsv, .jsonl or .parquet with the column id"
 File = Annotated[Path | None, Option(metavar="FILE", help=_ABOUT_FILE)]
 Register = Annotated[bool, Option("--register", help="register the new bundle as challenger")]
@@ -32,52 +36,72 @@ Out = Annotated[
 DryRun = Annotated[bool, Option("--dry-run", help="print what would change, write nothing")]
 
 
-def _add_texts_command(name: str, about: str, *examples: str) -> None:
-    """`unidec labels add` and `update`: texts of labels, one on the command line or many from a
-    file.
-    """
-
-    def run(
-        params: Params,
-        uid: Annotated[str | None, Argument(metavar="[UID]", help="uid of the label")] = None,
-        text: Annotated[
-            str | None, Argument(metavar="[TEXT]", help="its text, which is encoded and shown")
-        ] = None,
-        title: Annotated[str | None, Option(help="shown instead of the text")] = None,
-        file: File = None,
-        bundle: BundleAddress = DEFAULT_BUNDLE,
-        out: Out = None,
-        register: Register = False,
-        dry_run: DryRun = False,
-    ) -> Any:
-        if (uid is None or text is None) == (file is None) or (file and (uid or title)):
-            what = "requires either a uid and a text, or --file"
-            ways = 'unidec labels add UID "TEXT", or unidec labels add --file labels.csv'
-            raise ConfigError(what, where="unidec labels", fix=f"{ways}; update likewise")
-        from unidec.bundle.label_file import LabelText
-        from unidec.pipeline.label_stages import change_labels
-
-        one = LabelText(str(uid), str(text), title or "")
-        texts: Any = {name: _read(file, params) or [one]}
-        options: Any = {"out": out, "register": register, "dry_run": dry_run}
-        return _flat(change_labels(params, bundle, **texts, **options))
-
-    run.__doc__ = about
-    command(labels_app, *examples, name=name, loads=load_if_there)(run)
+Uid = Annotated[str | None, Argument(metavar="[UID]", help="uid of the label")]
+ShownText = Annotated[
+    str | None, Argument(metavar="[TEXT]", help="its text, which is encoded and shown")
+]
+Title = Annotated[str | None, Option(help="shown instead of the text")]
 
 
-_add_texts_command(
-    "add",
-    "Add labels, which are ranked by their text; other labels keep their vectors.",
+@command(
+    labels_app,
     'zed "editor for code, shared"',
-    "--file new.csv --bundle models:/unidec@champion --register",
+    'zed "editor for code, shared" --query "fast code editor" --query "pair programming"',
+    "--file new.csv --queries examples.csv --bundle models:/unidec@champion --register",
+    loads=load_if_there,
 )
-_add_texts_command(
-    "update",
-    "Change the texts of labels; the texts are re-encoded, trained classifier rows are kept.",
-    'kate "editor for KDE"',
-    "--file changed.csv",
-)
+def add(
+    params: Params,
+    uid: Uid = None,
+    text: ShownText = None,
+    title: Title = None,
+    file: File = None,
+    query: Annotated[
+        list[str] | None, Option(metavar="TEXT", help="an example query of the label; repeatable")
+    ] = None,
+    queries: Annotated[Path | None, Option(metavar="FILE", help=_ABOUT_QUERIES)] = None,
+    bundle: BundleAddress = DEFAULT_BUNDLE,
+    out: Out = None,
+    register: Register = False,
+    dry_run: DryRun = False,
+) -> Any:
+    """Add labels, which are ranked by their text and, if given, by example queries; other labels
+    keep their vectors.
+    """
+    if query and uid is None:
+        raise ConfigError(
+            "--query is of the one label that is added",
+            where="unidec labels add",
+            fix="with --file, give the queries by --queries examples.csv",
+        )
+    texts = _texts(uid, text, title, file, params)
+    from unidec.bundle.label_file import LabelText
+    from unidec.pipeline.label_stages import change_labels
+
+    examples = [LabelText(str(uid), one) for one in query or []]
+    examples += _read(queries, params)
+    options: Any = {"out": out, "register": register, "dry_run": dry_run}
+    return _flat(change_labels(params, bundle, add=texts, examples=examples, **options))
+
+
+@command(labels_app, 'kate "editor for KDE"', "--file changed.csv", loads=load_if_there)
+def update(
+    params: Params,
+    uid: Uid = None,
+    text: ShownText = None,
+    title: Title = None,
+    file: File = None,
+    bundle: BundleAddress = DEFAULT_BUNDLE,
+    out: Out = None,
+    register: Register = False,
+    dry_run: DryRun = False,
+) -> Any:
+    """Change the texts of labels; the texts are re-encoded, trained classifier rows are kept."""
+    texts = _texts(uid, text, title, file, params)
+    from unidec.pipeline.label_stages import change_labels
+
+    options: Any = {"out": out, "register": register, "dry_run": dry_run}
+    return _flat(change_labels(params, bundle, update=texts, **options))
 
 
 @command(labels_app, "kate gedit", "--file gone.csv --dry-run", loads=load_if_there)
@@ -125,6 +149,19 @@ def _flat(result: ChangedLabels) -> dict[str, Any]:
     found = pipeline.plain(result)
     registered = found.pop("registered", {})
     return found | registered
+
+
+def _texts(
+    uid: str | None, text: str | None, title: str | None, file: Path | None, params: Params
+) -> list[LabelText]:
+    """The one label on the command line, or those of the file."""
+    if (uid is None or text is None) == (file is None) or (file and (uid or title)):
+        what = "requires either a uid and a text, or --file"
+        ways = 'unidec labels add UID "TEXT", or unidec labels add --file labels.csv'
+        raise ConfigError(what, where="unidec labels", fix=f"{ways}; update likewise")
+    from unidec.bundle.label_file import LabelText
+
+    return _read(file, params) or [LabelText(str(uid), str(text), title or "")]
 
 
 def _read(file: Path | None, params: Params) -> list[LabelText]:

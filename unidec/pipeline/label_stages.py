@@ -64,6 +64,7 @@ def change_labels(
     add: Sequence[LabelText] = (),
     remove: Sequence[str] = (),
     update: Sequence[LabelText] = (),
+    examples: Sequence[LabelText] = (),
     out: str | os.PathLike[str] | None = None,
     register: bool = False,
     dry_run: bool = False,
@@ -74,7 +75,7 @@ def change_labels(
     Args:
         params: all parameters; only the device and the registry's settings are used.
         source: a bundle's folder, models:/name@alias or models:/name/version; it is not changed.
-        add, remove, update: see `LabelChange.edit`.
+        add, remove, update, examples: see `LabelChange.edit`.
         out: folder of the new bundle; None: outputs/refreshed.
         register: register it as challenger; the source bundle must be registered.
         dry_run: report what would change, and write nothing.
@@ -91,7 +92,7 @@ def change_labels(
     if register and not dry_run:
         # reports an unregistered source before the work
         parent_version(params, bundle.sha256, str(bundle.path))
-    change = LabelChange.edit(bundle, add, remove, update)
+    change = LabelChange.edit(bundle, add, remove, update, examples)
     counts: Any = change.counts
     result = ChangedLabels(changed=bool(change), bundle=None, labels=len(change.uids), **counts)
     if dry_run or not change:

@@ -1,0 +1,97 @@
+"""Example queries of a new label: its vectors turn towards them, and they vote for it as training
+queries do.
+
+Legend: E example queries, S labels whose text is encoded, M training queries, D width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import scipy.sparse as sp
+from scipy.sparse import csr_matrix
+
+from unidec.bundle.bundle import Bundle
+from unidec.data.tokens import encode_texts
+from unidec.ranking.heads import unit_rows
+from unidec.ranking.neighbours import Neighbours
+from unidec.ranking.query_encoder import Encoded
+from unidec.ranking.sparse import Floats, Rows
+
+_BATCH = 1024  # texts encoded at once
+
+
+def encoded_examples(bundle: Bundle, texts: Sequence[str]) -> Encoded | None:
+    """Example queries as the bundle compares them; None if there are none."""
+    if not texts:
+        return None
+    model = bundle.model
+    tokens = encode_texts(texts, model.tokenizer_folder, model.max_length)
+    de_ED, clf_ED = model.vectors("queries", tokens, batch_size=_BATCH)
+    words_EF = None
+    if bundle.words is not None:
+        words_EF = bundle.words.vectors(*tokens.ragged(np.arange(len(tokens))))
+    return Encoded(de_ED, clf_ED, words_EF)
+
+
+def with_examples(text_SD: Floats, query_ED: Floats, place_E: Rows) -> Floats:
+    """Vectors of texts, turned towards the sum of text and example queries, each at unit length.
+
+    Args:
+        text_SD, query_ED: float32, output of the same head for texts and for their example queries.
+        place_E: int64 [E], row of each query's text.
+
+    Returns:
+        float32 [S, D], each as long as its text's vector; texts without a query as they were.
+    """
+    sum_SD = unit_rows(text_SD)
+    np.add.at(sum_SD, place_E, unit_rows(query_ED))
+    length_S1 = np.linalg.norm(text_SD, axis=1, keepdims=True)
+    has_query_S = np.bincount(place_E, minlength=len(text_SD)) > 0
+    return np.where(has_query_S[:, None], length_S1 * unit_rows(sum_SD), text_SD)
+
+
+def with_example_voters(
+    voters: Neighbours, texts: Sequence[str], label_E: Rows, examples: Encoded, head: str
+) -> Neighbours:
+    """Training queries and example queries together.
+
+    An example with the text of a training query adds its label to that query, whose other labels
+    then count as co-occurring ones.
+
+    Args:
+        texts: of the E examples. label_E: int64 [E], row of the label of each.
+        examples: the encoded texts.
+        head: whose vectors are compared, "de" or "clf", unless queries are compared by words.
+    """
+    row_E = pc.index_in(pa.array(texts, pa.large_string()), voters.titles)
+    row_E = row_E.fill_null(-1).to_numpy().astype(np.int64)
+    new_N = np.flatnonzero(row_E < 0)
+    num_voters = voters.num_queries + len(new_N)
+    row_E[new_N] = np.arange(voters.num_queries, num_voters)
+    pairs = (np.ones(len(row_E), dtype=np.float32), (row_E, label_E))
+    more_ML = csr_matrix(pairs, shape=(num_voters, voters.num_labels))
+    labels_ML = voters.labels_ML.copy()
+    labels_ML.resize(more_ML.shape)
+    vectors: Any
+    if voters.words is not None:
+        assert examples.words_BF is not None
+        vectors = sp.vstack([voters.vectors_MD, examples.words_BF[new_N]], format="csr")
+    else:
+        vector_ED = examples.de_BD if head == "de" else examples.clf_BD
+        assert vector_ED is not None
+        unit_ND = unit_rows(vector_ED[new_N]).astype(np.float16)
+        vectors = np.concatenate([voters.vectors_MD, unit_ND])
+    return Neighbours(
+        vectors,
+        labels_ML + more_ML,
+        voters.uids.to_pylist() + [f"example {number + 1}" for number in new_N.tolist()],
+        voters.titles.to_pylist() + [texts[number] for number in new_N.tolist()],
+        vote=voters.vote,
+        words=voters.words,
+        label_words_LF=voters.label_words_LF,
+    )
