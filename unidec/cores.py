@@ -15,13 +15,16 @@ import math
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from concurrent.futures import ThreadPoolExecutor
+    from concurrent.futures import Future, ThreadPoolExecutor
 
+Result = TypeVar("Result")
 _SYSTEM = Path("/")
 _POOLS = (
     "OMP_NUM_THREADS",
@@ -183,6 +186,16 @@ def thread_pool(most: int | None = None) -> Iterator[ThreadPoolExecutor]:
     finally:
         if torch:  # a thread's own number is also that of threads which start later
             torch.set_num_threads(before)
+
+
+def in_order(futures: Iterator[Future[Result]], most: int) -> Iterator[Result]:
+    """Results of futures, of which at most so many are begun before they are asked for: memory does
+    not grow with their number, and after an error there is little to wait for.
+    """
+    begun = deque(islice(futures, most))
+    while begun:
+        yield begun.popleft().result()
+        begun.extend(islice(futures, 1))
 
 
 def _spins() -> bool:

@@ -11,7 +11,7 @@ from bench import Section, main
 SECTIONS = {
     "correctness": Section(training.correctness, 60, check=True),
     "synchronisations": Section(training.synchronisations, 30, check=True),
-    "step": Section(training.step, 300),
+    "step": Section(training.step, 400),
 }
 
 if __name__ == "__main__":

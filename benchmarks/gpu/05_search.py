@@ -6,7 +6,7 @@ python benchmarks/gpu/05_search.py
 import products
 from bench import Section, main
 
-SECTIONS = {"search": Section(products.search, 60)}
+SECTIONS = {"search": Section(products.search, 150)}
 
 if __name__ == "__main__":
     raise SystemExit(main("05-search", SECTIONS))

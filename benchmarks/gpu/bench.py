@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
@@ -40,6 +41,7 @@ from unidec.training.precision import choose_device
 from unidec.training.round_refresh import Refresh
 from unidec.training.trainer import Trainer, TrainingData
 
+LATE = 40  # seconds after the last section should have ended
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 MAX_LENGTH = 32  # tokens of a text
 MINILM = "all-MiniLM-L6-v2"  # its tokenizer comes with extra `minilm`; no weights of it are used
@@ -58,6 +60,16 @@ def seconds(device: torch.device, run: Callable[[], Any]) -> float:
     run()
     synchronize(device)
     return time.perf_counter() - begin
+
+
+def queued_seconds(device: torch.device, run: Callable[[], Any]) -> float:
+    """How long the host takes to queue its work for the device."""
+    synchronize(device)
+    begin = time.perf_counter()
+    run()
+    taken = time.perf_counter() - begin
+    synchronize(device)
+    return taken
 
 
 def start_peak(device: torch.device) -> None:
@@ -417,6 +429,15 @@ def write(out: Path, bench: Bench, form: str) -> str:
     return found
 
 
+def end_late(bench: Bench) -> None:
+    """End the process in the middle of a section, with what was found so far."""
+    what = "ended in the middle: the time is over"
+    bench.figures.append(Figure(bench.section, "failed", what, "", "an error", "", "", False))
+    assert bench.save is not None
+    print(bench.save(), flush=True)
+    os._exit(124)
+
+
 def main(name: str, sections: Mapping[str, Section], words: Sequence[str] | None = None) -> int:
     """The command line of a run; its exit code."""
     parser = argparse.ArgumentParser(description=f"run {name}")
@@ -436,8 +457,12 @@ def main(name: str, sections: Mapping[str, Section], words: Sequence[str] | None
     with tempfile.TemporaryDirectory(prefix="unidec-gpu-") as folder:
         bench = Bench(device, SIZES[form], Path(folder), until)
         bench.save = lambda: write(options.out, bench, form)
+        late = threading.Timer(60 * options.minutes + LATE, end_late, [bench])
+        late.daemon = True
+        late.start()
         torch.manual_seed(0)
         chosen = {each: sections[each] for each in options.only or sections}
         code = run_sections(bench, chosen)
+        late.cancel()
         print(write(options.out, bench, form))
     return code

@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import math
 import re
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +83,9 @@ def test_a_section_runs(gpu, found, section):
     assert {figure.what for figure in figures}.isdisjoint({"failed", "skipped"})
     table = gpu.as_table(figures)
     assert section == "memory" or "measured on the processor" in table
+    if section == "step":  # 169 before both heads shared the weights of their targets
+        counts = [f.value for f in figures if f.what == "launches: losses"]
+        assert counts and max(counts) <= 147
     assert table.count("\n") == 1 + len(figures)
     if section in ("memory", "refresh"):
         assert "computed" in table
@@ -187,6 +191,25 @@ def test_only_some_sections_and_what_is_written_when_the_time_is_over(gpu, bench
     assert saved == [0]
     assert late.figures[-1].what == "skipped"
     assert "about 70 s needed" in late.figures[-1].value
+
+
+def test_a_section_that_does_not_end_is_ended_with_what_was_found(gpu, tmp_path, monkeypatch):
+    codes = []
+    ended = threading.Event()
+    monkeypatch.setattr(gpu.os, "_exit", lambda code: codes.append(code) or ended.set())
+    monkeypatch.setattr(gpu, "LATE", 0)
+
+    def endless(bench):
+        bench.add("before", 1.0, "ms", "few")
+        assert ended.wait(60)
+
+    common = ["--form", "tiny", "--device", "cpu", "--minutes", "0.02"]
+    sections = {"endless": gpu.Section(endless, 1)}
+    gpu.main("run", sections, [*common, "--out", str(tmp_path / "gpu")])
+    assert codes == [124]
+    table = (tmp_path / "gpu.md").read_text()
+    assert "| before | 1 |" in table
+    assert "ended in the middle" in table
 
 
 def test_the_list_names_each_program_and_each_program_its_limit():

@@ -187,6 +187,12 @@ def test_dropout_is_that_of_the_layers():
     build = InputBuilder(encoder, CPU, packs=True)
     batch = build(make_texts(LENGTHS["mixed"]))
     assert not torch.equal(encoder(batch), encoder(batch))
+    for layer in encoder.modules():
+        if isinstance(layer, torch.nn.Dropout):
+            layer.p = 0.0
+    config = encoder.transformer.transformer.config
+    assert config.attention_probs_dropout_prob > 0  # as its weights have none (docs/training.md)
+    assert torch.equal(encoder(batch), encoder(batch))
 
 
 def test_packed_texts_take_fewer_operations():

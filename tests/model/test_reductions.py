@@ -1,5 +1,6 @@
 """Reductions against loops over rows and pairs."""
 
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -7,6 +8,8 @@ import pytest
 import torch
 
 from unidec.config import Loss
+from unidec.model import pairs as pairs_module
+from unidec.model.losses import symmetric_loss
 from unidec.model.pairs import PoolTargets, target_weights
 
 REDUCTIONS = get_args(Loss.model_fields["reduction"].annotation)
@@ -106,3 +109,30 @@ def test_pol_with_a_generator_is_uniform_over_the_sampled_positives():
 def test_zero_relevance_stays_finite():
     targets = make_targets(np.array([0, 0, 1]), relevance=np.array([1, 3, 0], np.float32))
     assert target_weights("psl", targets, 2).tolist() == [0.25, 0.75, 0.0]
+
+
+@pytest.mark.parametrize("reduction", ["psl", "pal-n", "psl-sum", "pol"])
+def test_both_heads_share_what_is_not_drawn(monkeypatch, rng, reduction):
+    """The second loss on the same targets is that on new ones; only drawn weights are computed
+    again.
+    """
+    row_P, col_P = np.nonzero(rng.random((5, 7)) < 0.4)
+    targets = make_targets(row_P, num_positives=np.full(5, 9))
+    targets = replace(targets, col_P=torch.from_numpy(col_P))
+    calls = []
+    right = pairs_module.target_weights
+    monkeypatch.setattr(
+        pairs_module, "target_weights", lambda *given: calls.append(given[0]) or right(*given)
+    )
+    logit = torch.from_numpy(rng.normal(size=(5, 7))).float()
+
+    def losses(*of):
+        for each in of:
+            draws = torch.Generator().manual_seed(3) if reduction == "pol" else None
+            options = {"reduction": reduction, "forward": 0.25, "generator": draws}
+            yield symmetric_loss("ds", logit, each, **options).item()
+
+    same = list(losses(targets, targets))
+    assert len(calls) == (4 if reduction == "pol" else 2)
+    assert same == list(losses(replace(targets), replace(targets)))
+    assert len(calls) == (8 if reduction == "pol" else 6)

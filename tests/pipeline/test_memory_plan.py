@@ -5,11 +5,13 @@ take, what would fit.
 import functools
 import json
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from helpers.tiny_data import make_raw
 from transformers import AutoModel
 
@@ -18,6 +20,7 @@ from unidec.config import Params, load_params, with_settings
 from unidec.data.dataset import write_dataset
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.errors import ArtifactError, ConfigError
+from unidec.model import packed
 from unidec.model.encoder import TransformerEncoder, transformer_options
 from unidec.pipeline import data_stages, memory_probe, paths
 from unidec.pipeline.live_bytes import LiveBytes
@@ -59,8 +62,8 @@ def data(tiny_bert, tmp_path_factory):
     return dataset, tokens
 
 
-def measured(params, dataset, tokens):
-    """What a training of this data needs on a CPU."""
+def measured(params, dataset, tokens, *, gpu=False):
+    """What a training of this data needs on a CPU, or on a GPU."""
     lengths = [(float(of.lengths().mean()), int(of.lengths().max())) for of in tokens]
     sizes = Sizes(
         num_queries=dataset.num_queries,
@@ -71,7 +74,7 @@ def measured(params, dataset, tokens):
         label_tokens=lengths[1],
         vocab_size=tokens[0].vocab_size,
     )
-    return measure(params, sizes, gpu=False, half=params.optim.precision == "bf16")
+    return measure(params, sizes, gpu=gpu, half=params.optim.precision == "bf16")
 
 
 def by_name(amounts):
@@ -193,6 +196,19 @@ PEAKS = {
     "bert, recomputed": {**ALL, "run.recompute": True},
     "bert, one layer": ONE,
     "distilbert, half": {**ALL, "distilbert": True, "optim.precision": "bf16"},
+    "distilbert, packed": {
+        **ALL,
+        "distilbert": True,
+        "optim.precision": "bf16",
+        "optim.clf_state": "sgd",
+        "packed": True,
+    },
+    "bert, packed, cached": {
+        "optim.precision": "bf16",
+        "optim.encode_chunk": 64,
+        "packed": True,
+        **ALL,
+    },
     "residual": {"encoder.residual": True, "encoder.dropout": 0.1},
     "half rows, adagrad": {"model.clf_dtype": "bf16", "optim.clf_state": "adagrad"},
     "all labels' texts": {"model.heads": "de", "pool.de_labels": "all"},
@@ -252,6 +268,28 @@ SLOW_PEAKS = {
 }
 
 
+class KeptByAttention(torch.autograd.Function):
+    """Attention that keeps what a GPU's kernel keeps, and returns zeros."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, bounds, most):
+        out = torch.zeros_like(query)
+        ctx.save_for_backward(query, key, value, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (*(torch.zeros_like(tensor) for tensor in ctx.saved_tensors[:3]), None, None)
+
+
+def pack(trainer, monkeypatch):
+    """Let the transformer read packed texts, as on a GPU."""
+    monkeypatch.setattr(packed, "varlen", KeptByAttention.apply)
+    transformers.AttentionInterface.register(packed.ATTENTION, packed.attend)
+    trainer.model.encoder.transformer.transformer.set_attn_implementation(packed.ATTENTION)
+    trainer.batches.build = replace(trainer.batches.build, packs=True)
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow) if name in SLOW_PEAKS else name for name in PEAKS],
@@ -270,6 +308,7 @@ def test_the_peak_of_training_steps(
         "run.checkpoint_minutes": 0.0,
     }
     overrides |= PEAKS[name]
+    packs = overrides.pop("packed", False)
     if overrides.pop("distilbert", False):
         overrides["encoder.name"] = str(tiny_distilbert)
     params, (dataset, tokens) = tiny_params(**overrides), data
@@ -282,6 +321,8 @@ def test_the_peak_of_training_steps(
     trainer.mine()
     trainer.made = trainer_module.Refresh.load(trainer.refresher.folder(0), 0)
     trainer.model.train()
+    if packs:
+        pack(trainer, monkeypatch)
     batches = sorted(trainer.made.batches(trainer.rows, params.pool.batch_size, 0, 0), key=len)[-2:]
     live = LiveBytes()
     for rows in trainer.optimisers.row_states().values():
@@ -298,7 +339,7 @@ def test_the_peak_of_training_steps(
             trainer.at.step += 1
             del batch
 
-    found = measured(params, dataset, tokens)
+    found = measured(params, dataset, tokens, gpu=packs)
     assert np.diff(trainer.made.offsets).max() <= found.num_queries
     assert max(pools) <= found.num_labels
     planned = sum(found.state.values()) + sum(found.step.values())

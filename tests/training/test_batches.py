@@ -1,14 +1,18 @@
 """Batches: which texts a step encodes, on one rank and on several."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 import scipy.sparse as sp
+import torch
 from helpers.label_targets import soft_targets
 from helpers.recorded_batches import texts
 
 from unidec.errors import DataError
 from unidec.model.batch import TextChunks
-from unidec.training.batches import query_pairs
+from unidec.training.batches import AHEAD, query_pairs
 from unidec.training.distributed import Ranks
 from unidec.training.sampler import encoded_labels
 
@@ -62,6 +66,30 @@ def test_batches_of_an_epoch_from_any_step_on(make_batches):
         assert np.array_equal(one.pool.pool_S, other.pool.pool_S)
         assert np.array_equal(one.pool.sampled_P, other.pool.sampled_P)
     assert list(batches.ahead(cut, 3, 4, None)) == []
+
+
+def test_a_thread_prepares_two_batches_ahead_of_a_gpu(make_batches, monkeypatch):
+    batches = make_batches()
+    batches.device = torch.device("cuda", 0)
+    begun = []
+
+    def prepare(rows_B, epoch, step, negatives):
+        begun.append((step, threading.current_thread()))
+        if step == 6:
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+        return step
+
+    monkeypatch.setattr(batches, "prepare", prepare)
+    ahead = batches.ahead([batches.rows[:1]] * 9, 0, 1, None)
+    for number in range(1, 6):
+        assert next(ahead) == number
+        until = time.monotonic() + 60
+        while len(begun) < number + AHEAD and time.monotonic() < until:
+            time.sleep(0.001)
+        assert [step for step, _ in begun] == list(range(1, number + 1 + AHEAD))
+    with pytest.raises(torch.AcceleratorError, match="unspecified"):
+        next(ahead)
+    assert threading.current_thread() not in [thread for _, thread in begun]
 
 
 def test_a_table_on_the_host_is_never_fetched_whole(make_batches, tiny_dataset):

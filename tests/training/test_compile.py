@@ -2,6 +2,8 @@
 a few graphs.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from unidec.data.tokens import Tokens
 from unidec.errors import ConfigError
 from unidec.model.encoder import TextEncoder
 from unidec.model.unidec import KIND, VERSION, UniDEC
+from unidec.training import opening
 from unidec.training import trainer as module
 
 ALL = {"encoder.kind": "transformer", "encoder.trainable_layers": -1, "encoder.dropout": 0.1}
@@ -54,6 +57,30 @@ def test_the_parameter_compiles_the_encoder(open_trainer, monkeypatch):
     assert compiled == []
     trainer = open_trainer("compiled", **ALL, **{"run.compile": True})
     assert compiled == [trainer.model.encoder]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "device", "epochs", "compiles"),
+    [
+        ("auto", "cuda", 100, True),
+        ("auto", "cuda", 99, False),
+        ("auto", "cpu", 100, False),
+        (True, "cpu", 1, True),
+        (False, "cuda", 1000, False),
+    ],
+)
+def test_long_trainings_on_a_gpu_compile_by_themselves(
+    tiny_params, monkeypatch, chosen, device, epochs, compiles
+):
+    settings = tiny_params(**{"run.compile": chosen, "optim.epochs": epochs}).training
+    calls = []
+    encoder = SimpleNamespace(compile_transformer=lambda: calls.append(1))
+    model = SimpleNamespace(device=torch.device(device), encoder=encoder)
+    with torch._dynamo.config.patch(suppress_errors=False):
+        opening.compile_if_worthwhile(settings, model, opening.COMPILED_STEPS // 100)
+        # only where nobody asked for it an error of the compiler is no error
+        assert torch._dynamo.config.suppress_errors == (compiles and chosen == "auto")
+    assert bool(calls) == compiles
 
 
 def test_where_nothing_can_be_compiled_the_fix_is_named(open_trainer, monkeypatch):

@@ -15,7 +15,6 @@ import functools
 import json
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -29,7 +28,7 @@ from unidec.bundle.bundle import PREDICTION_SCHEMA, Bundle
 from unidec.bundle.bundle_folder import KIND, VERSION
 from unidec.bundle.text_file import read_texts
 from unidec.config import RawBounds
-from unidec.cores import num_threads, thread_pool
+from unidec.cores import in_order, num_threads, thread_pool
 from unidec.data.raw_lines import DEFAULT_BOUNDS
 from unidec.data.shards import Work, alone, cuts, shards_folder
 from unidec.data.storage import file_sha256, folder_sha256, read_manifest, write_file
@@ -226,19 +225,10 @@ def write_shard(
                 bundle.predict_table, texts, settings["k"], first_row=row, batch_size=len(texts)
             )
 
-        for row, table in zip(starts, _in_order(map(predict, starts)), strict=True):
+        tables = in_order(map(predict, starts), 2 * num_threads())
+        for row, table in zip(starts, tables, strict=True):
             writer.write_table(table.combine_chunks())
             show(min(batch_size, last - row))
-
-
-def _in_order(futures: Iterator[Future[pa.Table]]) -> Iterator[pa.Table]:
-    """Results of futures, which are begun only a few ahead: memory does not grow with their
-    number, and after an error there is little to wait for.
-    """
-    begun = deque(islice(futures, 2 * num_threads()))
-    while begun:
-        yield begun.popleft().result()
-        begun.extend(islice(futures, 1))
 
 
 @functools.lru_cache(maxsize=1)

@@ -400,14 +400,15 @@ def empty_transformer(config_folder: Path) -> nn.Module:
     return AutoModel.from_config(config, **transformer_options(config)).float()
 
 
-def transformer_options(config: Any) -> dict[str, Any]:
-    """Options of `AutoModel` for a config: no unused pooling head, and on a GPU fused attention if
-    the architecture supports it (MPNet does not).
+def transformer_options(config: Any, gpu: bool = False) -> dict[str, Any]:
+    """Options of `AutoModel` for a config: no unused pooling head, and with a GPU here or elsewhere
+    (`gpu`) fused attention if the architecture supports it (MPNet does not).
     """
     from transformers import AttentionInterface, AutoModel
 
     attention = "eager"
-    if torch.cuda.is_available() and AutoModel._model_mapping[type(config)]._supports_sdpa:
+    gpu |= torch.cuda.is_available()
+    if gpu and AutoModel._model_mapping[type(config)]._supports_sdpa:
         AttentionInterface.register(ATTENTION, attend)
         attention = ATTENTION if config.model_type in PACKABLE else "sdpa"
     options: dict[str, Any] = {"attn_implementation": attention}

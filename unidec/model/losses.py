@@ -43,7 +43,6 @@ from unidec.model.pairs import (
     one_positive,
     row_weights,
     rows_at,
-    target_weights,
 )
 from unidec.model.soft_topk import soft_topk
 
@@ -172,9 +171,9 @@ class _BinaryRows(torch.autograd.Function):
     def forward(
         ctx: Any, logit_BS: Tensor, pairs: Pairs, active_B: Tensor, extra_P: Tensor | None
     ) -> Tensor:
-        row_P, col_P, target_P, *ignored = pairs
+        row_P, col_P, target_P = pairs[:3]
         # softplus and sigmoid of `MASKED` are exactly 0
-        x_BS = mask_(logit_BS.to(target_P.dtype, copy=True), *ignored)
+        x_BS = mask_(logit_BS.to(target_P.dtype, copy=True), *pairs.masked("bce"))
         x_P = x_BS[row_P, col_P]
         positive = (target_P * x_P).sum()
         if extra_P is not None:
@@ -448,13 +447,10 @@ def symmetric_loss(
         return loss(logit_BS, pairs, importance_P=targets.importance_P, **options)
     num_columns = targets.columns.total(logit_BS.shape[1])
     directions: list[Direction] = []
-    if forward > 0:
-        weight_P = target_weights(reduction, targets, num_rows, generator)
-        directions.append((forward, True, targets.pairs(weight_P)))
-    if forward < 1:
-        transposed = targets.t(num_columns)
-        weight_P = target_weights(reduction, transposed, num_columns, generator)
-        directions.append((1 - forward, False, transposed.pairs(weight_P)))
+    for share, is_forward, rows in ((forward, True, num_rows), (1 - forward, False, num_columns)):
+        if share > 0:
+            pairs = targets.weighted(reduction, rows, generator, forward=is_forward)
+            directions.append((share, is_forward, pairs))
     if kind in SOFTMAX:
         return _softmax_loss(kind, logit_BS, directions, **options)
     losses = []

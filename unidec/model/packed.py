@@ -86,13 +86,15 @@ class Packed(NamedTuple):
 
 
 def can_pack(config: Any, device: torch.device, amp: torch.dtype | None) -> bool:
-    """Whether a transformer reads packed texts on a device under autocast to a type: its
-    architecture, its attention's kernel and the card allow it.
-    """
-    if device.type != "cuda" or amp is None or config._attn_implementation != ATTENTION:
-        return False
+    """Whether a transformer reads packed texts on a device under autocast to a type."""
+    on_gpu = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return on_gpu and amp is not None and is_packable(config)
+
+
+def is_packable(config: Any) -> bool:
+    """Whether a transformer's architecture allows it, and its attention's kernel."""
     width_of_head = config.hidden_size // config.num_attention_heads
-    return width_of_head % 8 == 0 and torch.cuda.get_device_capability(device) >= (8, 0)
+    return config.model_type in PACKABLE and width_of_head % 8 == 0
 
 
 def attend(

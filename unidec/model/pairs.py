@@ -43,6 +43,7 @@ class Pairs(NamedTuple):
             [0, 1].
         row_F, col_F: int64 [F], ignored pairs: neither positive nor negative, not in any
             denominator.
+        active: the number of `active_rows`, where it is known.
     """
 
     row_P: Tensor
@@ -50,6 +51,7 @@ class Pairs(NamedTuple):
     weight_P: Tensor
     row_F: Tensor
     col_F: Tensor
+    active: Tensor | None = None
 
     def t(self) -> Pairs:
         """The pairs of the transposed logits."""
@@ -143,6 +145,7 @@ class PoolTargets:
     importance_P: Tensor | None = None
     columns: Columns = field(default=ALL_COLUMNS, kw_only=True)
     mixture: tuple[tuple[float, PoolTargets], ...] = field(default=(), kw_only=True)
+    _weighted: dict[tuple[str, bool], Pairs] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def from_batch(
@@ -180,14 +183,13 @@ class PoolTargets:
         batch's queries that have the label. They have no importance: they share one propensity, so
         their plain mean is unbiased.
         """
-        zeros_S = self.relevance_P.new_zeros(num_columns)
         return replace(
             self,
             row_P=self.col_P,
             col_P=self.row_P,
             ignored_row_F=self.ignored_col_F,
             ignored_col_F=self.ignored_row_F,
-            num_positives_B=zeros_S.index_add_(0, self.col_P, self.relevance_P),
+            num_positives_B=row_weights(self.relevance_P, self.col_P, num_columns),
             importance_P=None,
         )
 
@@ -204,6 +206,19 @@ class PoolTargets:
     def pairs(self, weight_P: Tensor) -> Pairs:
         """The pairs, with these weights of the positives."""
         return Pairs(self.row_P, self.col_P, weight_P, self.ignored_row_F, self.ignored_col_F)
+
+    def weighted(
+        self, reduction: str, num_rows: int, generator: torch.Generator | None, *, forward: bool
+    ) -> Pairs:
+        """The pairs of query -> label (`forward`) or of the transposed logits, with the weights of
+        `target_weights`. What is not drawn is computed once for both heads.
+        """
+        key = (reduction, forward)
+        if generator is not None or key not in self._weighted:
+            targets = self if forward else self.t(num_rows)
+            pairs = targets.pairs(target_weights(reduction, targets, num_rows, generator))
+            self._weighted[key] = pairs._replace(active=active_rows(pairs, num_rows))
+        return self._weighted[key]
 
 
 def target_weights(
@@ -239,7 +254,7 @@ def target_weights(
         weight_P = _pick_one(row_P, targets.sampled_P, num_rows, generator).to(weight_P.dtype)
     elif reduction != "psl-sum":
         if reduction == "psl":
-            total_B = weight_P.new_zeros(num_rows).index_add_(0, row_P, weight_P)
+            total_B = row_weights(weight_P, row_P, num_rows)
         else:
             total_B = targets.num_positives_B.to(weight_P.dtype)
         weight_P = weight_P / total_B.clamp_min(tiny)[row_P]
@@ -309,14 +324,16 @@ def row_weights(weight_P: Tensor, row_P: Tensor, num_rows: int) -> Tensor:
 
 def active_rows(pairs: Pairs, num_rows: int) -> Tensor:
     """The number of rows with positive total weight, but at least 1, 0-d."""
+    if pairs.active is not None:
+        return pairs.active
     total_B = row_weights(pairs.weight_P, pairs.row_P, num_rows)
     return (total_B > 0).sum().clamp_min(1)
 
 
 def mean_over_rows(loss_P: Tensor, pairs: Pairs, num_rows: int) -> Tensor:
     """Weighted sum over pairs, divided by the number of `active_rows`."""
-    pairs = pairs._replace(weight_P=pairs.weight_P.to(loss_P.dtype))
-    return (pairs.weight_P * loss_P).sum() / active_rows(pairs, num_rows)
+    weight_P = pairs.weight_P.to(loss_P.dtype)
+    return (weight_P * loss_P).sum() / active_rows(pairs, num_rows)
 
 
 def entry_targets(

@@ -97,10 +97,10 @@ class _SoftTopK(torch.autograd.Function):
     def forward(
         ctx: Any, logit_BS: Tensor, pairs: Pairs, k: int, columns: Columns
     ) -> tuple[Tensor, Tensor]:
-        row_P, col_P, _, *ignored = pairs
+        row_P, col_P = pairs[:2]
         dtype = loss_dtype(logit_BS)
         s_P = logit_BS[row_P, col_P].to(dtype)
-        x_BS = mask_(logit_BS.to(dtype, copy=True), *ignored)
+        x_BS = mask_(logit_BS.to(dtype, copy=True), *pairs.masked("softtopk"))
         t_B = thresholds(x_BS, k, columns)
         ctx.save_for_backward(x_BS, t_B, row_P, col_P)
         ctx.dtype = logit_BS.dtype

@@ -31,9 +31,9 @@ from unidec.methods.inception import token_layers
 from unidec.methods.label_clusters import LABEL_CLUSTER
 from unidec.methods.simcse import texts_as_labels
 from unidec.model.batch import TextChunks
-from unidec.model.encoder import TextEncoder, TransformerEncoder, transformer_options
+from unidec.model.encoder import EncoderInput, TextEncoder, TransformerEncoder, transformer_options
 from unidec.model.encoder_inputs import InputBuilder
-from unidec.model.packed import Padded
+from unidec.model.packed import Packed, Padded, in_half, is_packable
 from unidec.model.pool import TrainingPairs
 from unidec.model.row_table import Placement
 from unidec.model.sources import resolve_encoder
@@ -180,9 +180,7 @@ class _Repeated(TokenCache):
 class _Builder(InputBuilder):
     """Chunks of texts as on a GPU."""
 
-    @property
-    def chunk_tokens(self) -> int:
-        return GPU_CHUNK_TOKENS
+    chunk_tokens = GPU_CHUNK_TOKENS
 
 
 def encoder_config(name: str) -> Any:
@@ -213,8 +211,8 @@ def encoder_config(name: str) -> Any:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Bytes of a chunk of texts [C, T] in a transformer: held for its backward pass, by the token;
-    held once for all chunks (casts of weights); allocated in its backward pass (gradients).
+    """Bytes of a chunk of texts in a transformer: held for its backward pass, by the token; held
+    once for all chunks (casts of weights); allocated in its backward pass (gradients).
     """
 
     each_token: float = 0.0
@@ -228,16 +226,21 @@ def _measure_chunk(
 ) -> _Chunk:
     if trainable_layers == 0:
         return _Chunk()
-    as_there = AsOnGPU() if gpu else contextlib.nullcontext()
     transformer = _transformer(name, gpu)
+    packs = len(shape) == 1
+    as_there = AsOnGPU() if gpu and not packs else contextlib.nullcontext()
     with no_memory(), as_there, LiveBytes() as live:
         encoder = TransformerEncoder(transformer, "mean", trainable_layers).train()
-        ids_CT = torch.zeros(shape, dtype=torch.int64)
+        run: Any = encoder
+        ids = torch.zeros(shape, dtype=torch.int64)
+        texts: Any = Padded(ids, ids == 0)
+        if packs:
+            run = in_half(encoder, torch.bfloat16, "cpu")
+            texts = Packed(ids, ids, ids[:2].int(), len(ids))
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            texts = Padded(ids_CT, ids_CT == 0)
-            first = encoder(texts)
+            first = run(texts)
             of_first = live.now
-            second = encoder(texts)
+            second = run(texts)
         held = live.peak = live.now
         torch.autograd.backward(second.sum())
         backward = live.peak - held
@@ -259,9 +262,7 @@ def _transformer(name: str, gpu: bool) -> torch.nn.Module:
     from transformers import AutoModel
 
     config = encoder_config(name)
-    options = transformer_options(config)
-    if gpu and AutoModel._model_mapping[type(config)]._supports_sdpa:
-        options["attn_implementation"] = "sdpa"
+    options = transformer_options(config, gpu)
     with no_memory():
         return AutoModel.from_config(config, dtype=torch.float32, **options)
 
@@ -295,12 +296,14 @@ def measure(params: Params, sizes: Sizes, *, gpu: bool, half: bool) -> Measured:
         times = (num_labels - few) / (few // 2)  # what the other half of them adds
         heads += math.ceil(times * max(heads - half_step.heads, 0))
         tokens += math.ceil(times * max(tokens - half_step.tokens, 0))
+    shape = step.chunk
     if params.run.recompute:
-        tokens = math.prod(step.chunk)
+        shape = (min(shape[0], GPU_CHUNK_TOKENS), *shape[1:])  # packs are small then
+        tokens = math.prod(shape)
     transformer = 0
     if tokens:
         encoder = params.encoder
-        chunk = _measure_chunk(encoder.name, encoder.trainable_layers, step.chunk, gpu, half)
+        chunk = _measure_chunk(encoder.name, encoder.trainable_layers, shape, gpu, half)
         held = math.ceil(tokens * chunk.each_token)
         transformer = held + chunk.once + chunk.backward
     return Measured(
@@ -327,7 +330,7 @@ class _Step:
     Attributes:
         heads: bytes of all but the transformer. num_labels: in a pool.
         tokens: those, with padding, whose activations the transformer keeps at the same time.
-        chunk: [C, T] of the largest chunk.
+        chunk: [C, T] of the largest chunk, or [F] of packed texts.
     """
 
     heads: int
@@ -359,6 +362,8 @@ class _Probe:
         self.num_used = min(num_used, num_labels)
         self.spacing = num_labels // self.num_used  # so that each rank has some of them
         self.gpu = gpu
+        self.builder = _Builder if gpu else InputBuilder
+        self.packs = gpu and half and is_packable(encoder_config(params.encoder.name))
         # the last of them has the largest part
         world = params.run.devices
         self.ranks = _OneOf(rank=world - 1, world=world)
@@ -380,19 +385,18 @@ class _Probe:
         width = config.hidden_size
         layers = token_layers(settings, width)
         encoder = TextEncoder(settings, transformer, num_tokens, width, layers)
-        if encoder.transformer is not None:
-            encoder.transformer.forward = self._outputs  # type: ignore[assignment, method-assign]
+        encoder.transformer_vectors = self._outputs  # type: ignore[method-assign]
         if encoder.bag is not None:  # the host reads them
             encoder.bag._host_continues = np.arange(num_tokens) % 2 == 1
         return UniDEC(
             settings, self.params.model, self.num_labels, encoder, placement, add=additions
         ).train()
 
-    def _outputs(self, texts: Padded) -> Tensor:
+    def _outputs(self, batch: EncoderInput) -> Tensor:
         """What the transformer returns, without its work."""
-        width = self.model.encoder.part_width
-        is_trained = not self.model.encoder.takes_vectors
-        return torch.zeros(len(texts.ids_BT), width, requires_grad=is_trained)
+        encoder = self.model.encoder
+        is_trained = not encoder.takes_vectors
+        return torch.zeros(batch.num_texts, encoder.part_width, requires_grad=is_trained)
 
     def state(self) -> dict[str, int]:
         """Weights, tables and their optimisers' state."""
@@ -412,8 +416,7 @@ class _Probe:
         of rows. AdamW updates dense weights in place.
         """
         batches, objective = self._parts()
-        queries = np.arange(self.num_batch)
-        batch = batches.prepare(queries, 0, 0, self._negatives())
+        batch = batches.prepare(np.arange(self.num_batch), 0, 0, self._negatives())
         begin = self.live.now
         with no_memory(), self.live as live, warnings.catch_warnings():
             # a table whose rows are all used compares addresses, which are the same here
@@ -454,7 +457,7 @@ class _Probe:
             texts,
             pairs,
             methods,
-            build=(_Builder if self.gpu else InputBuilder)(self.model.encoder, CPU),
+            build=self.builder(self.model.encoder, CPU, packs=self.packs),
             device=CPU,
             ranks=self.ranks,
             inverse_L=weights if weighs_by_propensity(settings.loss, settings.pool) else None,

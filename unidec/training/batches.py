@@ -7,9 +7,8 @@ positive pairs.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from unidec.config import TrainingSettings
+from unidec.cores import in_order
 from unidec.data.dataset import XMCDataset
 from unidec.data.propensity import inverse_propensity, label_counts
 from unidec.data.tokens import TokenCache
@@ -25,7 +25,7 @@ from unidec.model.additions import NO_ROWS, Drawn, Methods
 from unidec.model.batch import ClassifierLabels, Prepared, TextCounts
 from unidec.model.encoder_inputs import InputBuilder
 from unidec.model.losses import BY_COLUMNS
-from unidec.model.pairs import ALL_COLUMNS, Columns, PoolTargets, to_device
+from unidec.model.pairs import PoolTargets, to_device
 from unidec.model.pool import PoolBatch, PoolSampler, TrainingPairs
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.gradient_cache import TextParts, cut_texts
@@ -179,12 +179,11 @@ class Batches:
         losses = self.settings.loss
         targets = self._targets(drawn.pool)
         clf_targets = targets if drawn.clf_pool is drawn.pool else self._targets(drawn.clf_pool)
-        columns = self._columns(drawn.pool, self.de_labels, losses.de)
-        clf_columns = self._columns(drawn.clf_pool, self.clf_labels, losses.clf)
+        clf_targets = self._in_columns(clf_targets, drawn.clf_pool, self.clf_labels, losses.clf)
         return Prepared(
             pool=drawn.pool,
-            targets=replace(targets, columns=columns),
-            clf=self._classifier(drawn.clf_pool, replace(clf_targets, columns=clf_columns)),
+            targets=self._in_columns(targets, drawn.pool, self.de_labels, losses.de),
+            clf=self._classifier(drawn.clf_pool, clf_targets),
             texts=cut_texts(texts, self.build, chunk, self.device) if chunk else self.build(texts),
             counts=counts,
             own_labels=to_device(own_labels, self.device) if self.methods.reads_labels else None,
@@ -254,17 +253,19 @@ class Batches:
             pool, self.device, soft=self.pairs.soft, importance_L=importance_L
         )
 
-    def _columns(self, pool: PoolBatch, labels: Labels, loss: str) -> Columns:
-        """Which labels of a head this rank scores, as columns of the logits."""
+    def _in_columns(
+        self, targets: PoolTargets, pool: PoolBatch, labels: Labels, loss: str
+    ) -> PoolTargets:
+        """Targets of a head, with the labels that this rank scores as columns of the logits."""
         if self.ranks.alone or labels != "all" or loss not in BY_COLUMNS:
-            return ALL_COLUMNS
+            return targets
         begin, end = self.ranks.part(self.sampler.num_labels)
 
         def own(column: np.ndarray) -> Tensor:
             is_own = (begin <= column) & (column < end)
             return to_device(np.flatnonzero(is_own), self.device)
 
-        return OwnColumns(
+        columns = OwnColumns(
             ranks=self.ranks,
             first=begin,
             num_columns=self.sampler.num_labels,
@@ -272,6 +273,7 @@ class Batches:
             own_F=own(pool.ignored_col_F),
             num_pairs=len(pool.positive_col_P),
         )
+        return replace(targets, columns=columns)
 
     def _classifier(self, clf_pool: PoolBatch, targets: PoolTargets) -> ClassifierLabels:
         num_labels = self.sampler.num_labels
@@ -299,10 +301,5 @@ class Batches:
             yield from map(prepare, numbers)
             return
         with ThreadPoolExecutor(1) as thread:
-            upcoming: deque[Future[Prepared]] = deque()
-            for number in numbers:
-                upcoming.append(thread.submit(prepare, number))
-                if len(upcoming) > AHEAD:
-                    yield upcoming.popleft().result()
-            for last in upcoming:
-                yield last.result()
+            futures = (thread.submit(prepare, number) for number in numbers)
+            yield from in_order(futures, 1 + AHEAD)

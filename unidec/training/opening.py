@@ -41,6 +41,9 @@ from unidec.training.precision import autocast_type, choose_device, restore_rand
 from unidec.training.sampler import steps_an_epoch
 from unidec.training.stopping import ROUNDS
 
+# an H100 took 85 s to compile and then 15 ms less a step (benchmarks/results/gpu.md)
+COMPILED_STEPS = 10_000
+
 
 @dataclass(frozen=True)
 class TrainingData:
@@ -106,6 +109,7 @@ def open_training(
     encoding = _encoding(settings, model, texts, place)
     rows = rows_of(model, data.dataset, data.label_graph, encoding.outputs)
     steps = steps_an_epoch(settings.pool, len(pairs.rows))
+    compile_if_worthwhile(settings, model, steps)
     optimisers = Optimisers(model, settings.optim, steps, seed=settings.seed)
     identity = run_identity(
         settings.everything,
@@ -174,9 +178,21 @@ def _new_model(settings: TrainingSettings, data: TrainingData, place: Place) -> 
         add=additions,
     ).to(device)
     model.encoder.recompute = settings.run.recompute
-    if settings.run.compile:
-        model.encoder.compile_transformer()
     return model
+
+
+def compile_if_worthwhile(settings: TrainingSettings, model: UniDEC, steps_per_epoch: int) -> None:
+    """Compile the transformer as `run.compile` says; where it is "auto", what fails to compile runs
+    as it is.
+    """
+    chosen = settings.run.compile
+    if chosen == "auto":
+        is_long = settings.optim.epochs * steps_per_epoch >= COMPILED_STEPS
+        if model.device.type != "cuda" or not is_long:
+            return
+        torch._dynamo.config.suppress_errors = True
+    if chosen:
+        model.encoder.compile_transformer()
 
 
 def _encoding(

@@ -45,7 +45,7 @@ class OwnColumns(Columns):
 
     def own(self, pairs: Pairs) -> Pairs:
         row_P, col_P, weight_P = (x_P[self.own_P] for x_P in pairs[:3])
-        row_F, col_F = (x_F[self.own_F] for x_F in pairs[3:])
+        row_F, col_F = (x_F[self.own_F] for x_F in pairs[3:5])
         return Pairs(row_P, col_P - self.first, weight_P, row_F, col_F - self.first)
 
     def own_values(self, x_P: Tensor) -> Tensor:
