@@ -78,7 +78,9 @@ def figures(page: ComparisonInput) -> dict[str, Any]:
 
     Returns:
         "cells": metrics and costs as [mean, standard deviation over seeds or None], and a curve:
-        the validation metric after each round of the first seed, as [processor minutes, percent].
+        the validation metric after each round of the first seed, as [processor minutes, percent];
+        each with its settings, and the seed and commit of each run. "common": settings of all.
+        "data": facts about the data sets, with their sha256.
         "tests": paired tests, p-values after Holm's correction. "failures": runs without a result.
         "title", "lineage": as on the page.
     """
@@ -92,6 +94,7 @@ def figures(page: ComparisonInput) -> dict[str, Any]:
                 "recipe": cell.recipe,
                 "settings": cell.settings,
                 "seeds": [run.seed for run in cell.runs],
+                "commits": [run.commit for run in cell.runs],
                 "metrics": _summaries(cell, "metrics"),
                 "costs": _summaries(cell, "costs"),
                 "curve": _curve(cell.runs[0]),
@@ -114,6 +117,8 @@ def figures(page: ComparisonInput) -> dict[str, Any]:
     return {
         "title": page.title,
         "lineage": page.lineage,
+        "common": page.common,
+        "data": {task.name: task.card for task in page.tasks},
         "cells": cells,
         "tests": tests,
         "failures": page.failures,
@@ -310,7 +315,14 @@ def _run(comparison: Comparison, job: Job, found: Results) -> Run:
             curve[0]["train_seconds"] += before["train_seconds"] + before["refresh_seconds"]
         for line in curve if "work_seconds" in costs else ():
             line["work_seconds"] += before["work_seconds"]
-    return Run(job.seed, result["metrics"], result["validation"], costs, curve)
+    return Run(
+        seed=job.seed,
+        metrics=result["metrics"],
+        validation=result["validation"],
+        costs=costs,
+        curve=curve,
+        commit=result["lineage"].get("commit", ""),
+    )
 
 
 def _failure(job: Job, comparison: Comparison) -> dict[str, Any]:
