@@ -432,7 +432,9 @@ class Warm(Section):
 
 
 class Run(Section):
-    """Where training runs and how often it writes checkpoints; nothing here affects the model."""
+    """Where training runs and how often it writes checkpoints; nothing here affects the model by
+    more than rounding.
+    """
 
     devices: Count = key(
         1, "number of training processes, one per GPU (more than 1: started by torchrun)"
@@ -455,6 +457,11 @@ class Run(Section):
     compile: bool = key(
         False,
         "torch.compile of the transformer: a minute or two at the start, faster steps on a GPU",
+    )
+    deterministic: bool = key(
+        False,
+        "refuse operations that add up in any order, as some do on a GPU: the same bits each time, "
+        "on one machine with the same number of threads",
     )
     check_memory: bool = key(
         True, "refuse to start a training that needs too much memory (`unidec plan`)"

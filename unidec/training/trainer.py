@@ -35,7 +35,7 @@ from unidec.training.gradient_cache import encode_texts
 from unidec.training.initial_weights import Start
 from unidec.training.opening import Place, TrainingData, open_training
 from unidec.training.optim import Optimisers
-from unidec.training.precision import random_state
+from unidec.training.precision import deterministic, random_state
 from unidec.training.round_refresh import Refresh, Refresher, exported_classifier
 from unidec.training.sampler import queries_a_batch, steps_an_epoch
 from unidec.training.stopping import Stopping
@@ -297,6 +297,7 @@ class Trainer:
         self.ranks.barrier()  # start together, since steps have a short timeout
         with (
             _lost_card(),
+            deterministic(self.settings.run.deterministic),
             stop_signals() as stop,
             progress(total=total, desc=title, unit="step") as bar,
             open(records, "a", encoding="utf-8") as history,
