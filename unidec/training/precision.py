@@ -24,7 +24,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     if wanted:
         # filling memory before its use takes time, and only shows faults
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(True)
     try:
         yield
