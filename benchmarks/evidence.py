@@ -115,7 +115,7 @@ def rows_of(name: str, entry: Evidence, took: float | None) -> list[tuple[Any, .
             verdict = f"only in {place[0]}" if place else "not run"
         elif took is None:
             verdict = f"kept: {verdict}"
-        got = "" if figures is None else f"{found:.4g}"
+        got = "" if figures is None else f"{found:.5g}"
         rows.append((f"{name} {key}", entry.shown(key), got, verdict, minutes, source))
     return rows
 

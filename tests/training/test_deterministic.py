@@ -1,5 +1,5 @@
-"""One seed gives the same bits twice with two threads, and `run.deterministic` forbids additions in
-any order.
+"""One seed gives the same bits twice with two threads; additions in any order are forbidden on a
+CPU, and on a GPU by `run.deterministic`.
 """
 
 import os
@@ -76,7 +76,7 @@ def test_two_trainings_of_two_threads_are_the_same_bits(
         monkeypatch.setattr(trainer, "train_step", seeing)
         trainer.mine()
         trainer.train_round()
-        assert seen == {wanted}
+        assert seen == {True}  # on a CPU always
         trained.append(weights(trainer))
     assert (CUBLAS_WORKSPACE in os.environ) is wanted
     first, second = trained

@@ -460,8 +460,8 @@ class Run(Section):
     )
     deterministic: bool = key(
         False,
-        "refuse operations that add up in any order, as some do on a GPU: the same bits each time, "
-        "on one machine with the same number of threads",
+        "on a GPU too, refuse operations that add up in any order: the same bits each time, on one "
+        "machine with the same number of threads",
     )
     check_memory: bool = key(
         True, "refuse to start a training that needs too much memory (`unidec plan`)"

@@ -291,13 +291,14 @@ class Trainer:
         epochs = until - self.at.epoch
         total = epochs * self.steps_per_epoch - self.at.epoch_step
         title = f"epochs {self.at.epoch + 1} to {until}"
+        on_cpu = self.device.type == "cpu"  # where it costs nothing
         # only the first rank keeps the figures
         records = self.run_dir / "history.jsonl" if self.ranks.is_first else os.devnull
         self.model.train()
         self.ranks.barrier()  # start together, since steps have a short timeout
         with (
             _lost_card(),
-            deterministic(self.settings.run.deterministic),
+            deterministic(on_cpu or self.settings.run.deterministic),
             stop_signals() as stop,
             progress(total=total, desc=title, unit="step") as bar,
             open(records, "a", encoding="utf-8") as history,
