@@ -38,7 +38,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-faults test-operations lint types format docs wheel ui repro compare clean
+.PHONY: help setup train test test-faults test-operations lint types format docs wheel ui repro compare evidence clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -120,6 +120,9 @@ repro: $(STAMP)  ## dvc repro: the same pipeline by DVC, without registration
 
 compare: $(STAMP)  ## every recipe and peer on the same small data: runs/compare/small/report.html
 	$(BIN)/unidec compare comparison/small.yaml --jobs 2 $(ARGS)
+
+evidence: $(STAMP)  ## make printed figures again (benchmarks/evidence.yaml): an hour of them; ARGS=--list runs none
+	$(BIN)/python benchmarks/evidence.py $(ARGS)
 
 ui: $(STAMP)  ## MLflow and Prefect pages on this machine; Ctrl-C stops both
 	@BIN=$(BIN) PORT_MLFLOW=$(PORT_MLFLOW) PORT_PREFECT=$(PORT_PREFECT) bash bin/ui

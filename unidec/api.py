@@ -392,7 +392,12 @@ def _train(params: Params, raw: RawData, folder: Path) -> Path:
     from unidec.pipeline import paths
 
     folder.mkdir(parents=True, exist_ok=True)
-    with _training, training_pools(), torch.random.fork_rng(_used_devices()), paths.root(folder):
+    with (
+        _training,
+        training_pools(at_any_load=params.run.deterministic),
+        torch.random.fork_rng(_used_devices()),
+        paths.root(folder),
+    ):
         share = params.data.validation_share
         seed = params.data.split_seed
         write_dataset(paths.DATASET, raw, validation_share=share, split_seed=seed)

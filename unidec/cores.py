@@ -144,18 +144,18 @@ def num_threads(wanted: int = 0) -> int:
 
 
 @contextlib.contextmanager
-def training_pools() -> Iterator[None]:
+def training_pools(at_any_load: bool = False) -> Iterator[None]:
     """The sizes of loaded pools for a training, inside the block: torch has `num_threads`, BLAS
     one.
 
     If OpenMP was loaded before `prepare` could set its variables, its threads spin. Torch then gets
-    only as many as there are idle cores now."""
+    only as many as there are idle cores now, unless their number must not depend on the load."""
     import torch
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
     threads = num_threads()
     before = torch.get_num_threads()
-    if _spins():
+    if _spins() and not at_any_load:
         threads = max(1, min(threads, round(usable_cores() - os.getloadavg()[0])))
     torch.set_num_threads(threads)
     try:

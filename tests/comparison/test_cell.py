@@ -22,6 +22,7 @@ from helpers.tiny_training import TINY
 
 from unidec import pipeline
 from unidec.comparison import cell, results, workspace
+from unidec.comparison.comparison_file import flat
 from unidec.comparison.workspace import Comparison, Step, load_comparison
 from unidec.config import nested
 from unidec.data.dataset import XMCDataset
@@ -296,6 +297,11 @@ def test_the_figures_beside_the_page(project: SimpleNamespace) -> None:
         assert metrics == expected
         assert len(entry["curve"]) == len(own["curve"])
         assert entry["seeds"] == [0]
+        # what made them: code and data of each, settings
+        assert entry["commits"] == [own["lineage"].get("commit", "")]
+        assert entry["settings"] == project.comparison.jobs[f"d/{name}/0"].settings
+        assert found["data"][entry["data"]]["sha256"] == own["dataset"]["sha256"]
+    assert found["common"] == flat(project.comparison.file.common)
     minutes, percent = cells["first"]["curve"][-1]
     last = result(project, "first")["curve"][-1]
     assert minutes == round(last["work_seconds"] / 60, 3)

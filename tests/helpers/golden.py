@@ -65,6 +65,7 @@ def small(recipe: str, transformer: Path, folder: Path, **overrides: Any) -> Par
             "optim.epochs": EPOCHS,
             "optim.warmup_epochs": 1.0,
             "optim.precision": "fp32",
+            "run.deterministic": True,
             "optim.encode_chunk": min(of_recipe.optim.encode_chunk, 16),
         }
         | overrides,

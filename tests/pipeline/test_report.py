@@ -38,6 +38,7 @@ def test_the_card_against_loops(
         for label in tiny_dataset.relevance[row].indices:
             counts[label] += 1
     train = [tiny_dataset.relevance[row].nnz for row in tiny_dataset.rows("train")]
+    assert card["sha256"] == tiny_dataset.sha256
     assert card["labels"] == len(counts)
     assert card["train queries"] == len(train)
     trained = set(tiny_dataset.relevance[tiny_dataset.rows("train")].indices.tolist())

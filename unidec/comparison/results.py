@@ -78,42 +78,47 @@ def figures(page: ComparisonInput) -> dict[str, Any]:
 
     Returns:
         "cells": metrics and costs as [mean, standard deviation over seeds or None], and a curve:
-        the validation metric after each round of the first seed, as [processor minutes, percent].
+        the validation metric after each round of the first seed, as [processor minutes, percent];
+        each with its settings, and the seed and commit of each run. "common": settings of all.
+        "data": facts about the data sets, with their sha256.
         "tests": paired tests, p-values after Holm's correction. "failures": runs without a result.
         "title", "lineage": as on the page.
     """
-    cells = []
-    for cell in page.cells:
-        if cell.runs:
-            entry = {
-                "data": cell.task,
-                "cell": cell.name,
-                "kind": cell.kind,
-                "recipe": cell.recipe,
-                "settings": cell.settings,
-                "seeds": [run.seed for run in cell.runs],
-                "metrics": _summaries(cell, "metrics"),
-                "costs": _summaries(cell, "costs"),
-                "curve": _curve(cell.runs[0]),
-            }
-            cells.append(entry)
-    tests = []
-    for data, of_data in page.contrasts.items():
-        for test in of_data:
-            compared = {
-                "data": data,
-                "cell": test.system,
-                "against": test.against,
-                "metric": test.metric,
-                "difference": _rounded(test.difference),
-                "low": _rounded(test.low),
-                "high": _rounded(test.high),
-                "p": _rounded(test.p_adjusted, 5),
-            }
-            tests.append(compared)
+    cells = [
+        {
+            "data": cell.task,
+            "cell": cell.name,
+            "kind": cell.kind,
+            "recipe": cell.recipe,
+            "settings": cell.settings,
+            "seeds": [run.seed for run in cell.runs],
+            "commits": [run.commit for run in cell.runs],
+            "metrics": _summaries(cell, "metrics"),
+            "costs": _summaries(cell, "costs"),
+            "curve": _curve(cell.runs[0]),
+        }
+        for cell in page.cells
+        if cell.runs
+    ]
+    tests = [
+        {
+            "data": data,
+            "cell": test.system,
+            "against": test.against,
+            "metric": test.metric,
+            "difference": _rounded(test.difference),
+            "low": _rounded(test.low),
+            "high": _rounded(test.high),
+            "p": _rounded(test.p_adjusted, 5),
+        }
+        for data, of_data in page.contrasts.items()
+        for test in of_data
+    ]
     return {
         "title": page.title,
         "lineage": page.lineage,
+        "common": page.common,
+        "data": {task.name: task.card for task in page.tasks},
         "cells": cells,
         "tests": tests,
         "failures": page.failures,
@@ -224,10 +229,9 @@ def page_input(
 def _notes(comparison: Comparison, found: Results) -> list[str]:
     """Paragraphs under the page's heading."""
     notes = []
-    steps = comparison.steps
     old = 0
     for key, result in found.items():
-        old += result["code"] != steps[key].spec["code"]
+        old += result["code"] != comparison.steps[key].spec["code"]
     if old:
         notes.append(f"{old} of {len(found)} results were made by another version of the code.")
     if (tuning := comparison.file.tuning) is not None:
@@ -310,7 +314,14 @@ def _run(comparison: Comparison, job: Job, found: Results) -> Run:
             curve[0]["train_seconds"] += before["train_seconds"] + before["refresh_seconds"]
         for line in curve if "work_seconds" in costs else ():
             line["work_seconds"] += before["work_seconds"]
-    return Run(job.seed, result["metrics"], result["validation"], costs, curve)
+    return Run(
+        seed=job.seed,
+        metrics=result["metrics"],
+        validation=result["validation"],
+        costs=costs,
+        curve=curve,
+        commit=result["lineage"].get("commit", ""),
+    )
 
 
 def _failure(job: Job, comparison: Comparison) -> dict[str, Any]:

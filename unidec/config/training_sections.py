@@ -432,7 +432,9 @@ class Warm(Section):
 
 
 class Run(Section):
-    """Where training runs and how often it writes checkpoints; nothing here affects the model."""
+    """Where training runs and how often it writes checkpoints; nothing here affects the model by
+    more than rounding.
+    """
 
     devices: Count = key(
         1, "number of training processes, one per GPU (more than 1: started by torchrun)"
@@ -456,6 +458,11 @@ class Run(Section):
         "auto",
         "torch.compile of the transformer: a minute or two at the start, faster steps on a GPU; "
         "auto: on a GPU for trainings of at least 10,000 steps, if it works there",
+    )
+    deterministic: bool = key(
+        False,
+        "on a GPU too, refuse operations that add up in any order: the same bits each time, on one "
+        "machine with the same number of threads",
     )
     check_memory: bool = key(
         True, "refuse to start a training that needs too much memory (`unidec plan`)"

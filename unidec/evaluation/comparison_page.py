@@ -42,6 +42,7 @@ class Run:
             GPU wall seconds), "total_seconds", "search_ms" (per query), "peak_memory_bytes",
             "parameters", "bundle_bytes"; those that were measured.
         curve: lines of rounds.jsonl; empty for peers.
+        commit: of the code that made it; "" outside git.
     """
 
     seed: int
@@ -49,6 +50,7 @@ class Run:
     validation: Mapping[str, float] = field(default_factory=dict)
     costs: Mapping[str, float] = field(default_factory=dict)
     curve: Records = ()
+    commit: str = ""
 
 
 @dataclass(frozen=True)

@@ -379,6 +379,7 @@ def data_card(params: Params) -> dict[str, str | int]:
     without = training_counts(dataset) == 0
     return {
         "name": dataset.name,
+        "sha256": dataset.sha256,
         "text": params.tokens.text,
         "tokens a text, at most": params.tokens.max_length,
         **{f"{split} queries": count for split, count in meta["splits"].items()},

@@ -7,6 +7,7 @@ Legend: L labels, D width of a head.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,6 +158,8 @@ def open_training(
 
 
 def _new_model(settings: TrainingSettings, data: TrainingData, place: Place) -> UniDEC:
+    if settings.run.deterministic:  # before the first product on a GPU
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = choose_device(settings.device)
     torch.manual_seed(settings.seed)
     num_labels = data.dataset.num_labels

@@ -1,9 +1,10 @@
-"""Device, number format and random state of a training."""
+"""Device, number format, order of additions and random state of a training."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from unidec.errors import ConfigError
@@ -11,6 +12,24 @@ from unidec.errors import ConfigError
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+
+@contextlib.contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """If wanted, torch adds up in the same order each time inside the block; an operation that
+    cannot raises RuntimeError.
+    """
+    import torch
+
+    before = torch.are_deterministic_algorithms_enabled()
+    if wanted:
+        # filling memory before its use takes time, and only shows faults
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def choose_device(device: str) -> torch.device:

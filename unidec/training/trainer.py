@@ -35,7 +35,7 @@ from unidec.training.gradient_cache import encode_texts
 from unidec.training.initial_weights import Start
 from unidec.training.opening import Place, TrainingData, open_training
 from unidec.training.optim import Optimisers
-from unidec.training.precision import random_state
+from unidec.training.precision import deterministic, random_state
 from unidec.training.round_refresh import Refresh, Refresher, exported_classifier
 from unidec.training.sampler import queries_a_batch, steps_an_epoch
 from unidec.training.stopping import Stopping
@@ -291,12 +291,14 @@ class Trainer:
         epochs = until - self.at.epoch
         total = epochs * self.steps_per_epoch - self.at.epoch_step
         title = f"epochs {self.at.epoch + 1} to {until}"
+        on_cpu = self.device.type == "cpu"  # where it costs nothing
         # only the first rank keeps the figures
         records = self.run_dir / "history.jsonl" if self.ranks.is_first else os.devnull
         self.model.train()
         self.ranks.barrier()  # start together, since steps have a short timeout
         with (
             _lost_card(),
+            deterministic(on_cpu or self.settings.run.deterministic),
             stop_signals() as stop,
             progress(total=total, desc=title, unit="step") as bar,
             open(records, "a", encoding="utf-8") as history,
