@@ -64,8 +64,9 @@ def read_parquet(
                 yield number, row
                 number += 1
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        fix = "write or copy the file again"
-        raise DataError("not a readable Parquet file", where=path, got=error, fix=fix) from error
+        raise DataError(
+            "not a readable Parquet file", where=path, got=error, fix="write or copy the file again"
+        ) from error
 
 
 def _batches(path: Path, stored: _Stored, wanted: Sequence[str]) -> Iterator[pa.RecordBatch]:

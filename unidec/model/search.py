@@ -33,8 +33,11 @@ def _as_matrix(vectors: np.ndarray | Tensor, name: str) -> Tensor:
     is_bad = ~torch.isfinite(matrix.sum(1))
     if is_bad.any():
         rows = is_bad.nonzero().flatten()[:5].tolist()
-        what = f"{name} vectors are not finite"
-        raise DataError(what, got=f"rows {rows}", fix="check the last training losses")
+        raise DataError(
+            f"{name} vectors are not finite",
+            got=f"rows {rows}",
+            fix="check the last training losses",
+        )
     return matrix
 
 

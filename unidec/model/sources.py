@@ -88,9 +88,11 @@ def check_positions(folder: Path, max_length: int) -> None:
     try:
         limit = read_json(folder / "config.json").get("max_position_embeddings") or max_length
     except (ValueError, AttributeError) as error:
-        fix = "save it with AutoModel.save_pretrained"
         raise ArtifactError(
-            "not a transformer's config.json", where=str(folder), got=str(error), fix=fix
+            "not a transformer's config.json",
+            where=str(folder),
+            got=str(error),
+            fix="save it with AutoModel.save_pretrained",
         ) from error
     if max_length > limit:
         raise ConfigError(

@@ -132,8 +132,12 @@ class Source:
         """Like `find`, but raises a DataError that lists the names if there is no such file."""
         if path := self.find(*names):
             return path
-        expected = " or ".join(f"{name}[.gz]" for name in names)
-        raise DataError("a file is missing", where=self.root, expected=expected, fix="add it")
+        raise DataError(
+            "a file is missing",
+            where=self.root,
+            expected=" or ".join(f"{name}[.gz]" for name in names),
+            fix="add it",
+        )
 
     def name(self, path: Path) -> str:
         """Relative path of a file, which is added to `read`."""
