@@ -158,8 +158,7 @@ def _text_bytes(column: pa.Array) -> int:
     """Bytes of all texts in a column, each as often as it occurs."""
     kind = column.type
     if pa.types.is_dictionary(kind):
-        sizes = _sizes(column.dictionary)
-        return pc.sum(sizes.take(column.indices)).as_py() or 0
+        return pc.sum(_sizes(column.dictionary).take(column.indices)).as_py() or 0
     if pa.types.is_struct(kind):
         return sum(map(_text_bytes, column.flatten()))
     if pa.types.is_map(kind):

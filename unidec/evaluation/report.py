@@ -247,8 +247,7 @@ def _bin_charts(bins: Records) -> list[Chart | None]:
 
 def _bin_table(bins: Records) -> Table:
     rows = dict(zip(_bin_names(bins), bins, strict=True))
-    caption = "by bin, most frequent labels first"
-    return Table.of("training queries", rows, BINS, caption=caption)
+    return Table.of("training queries", rows, BINS, caption="by bin, most frequent labels first")
 
 
 def _calibration(calibration: Mapping[str, Any]) -> dict[str, Any]:
@@ -337,10 +336,9 @@ def _lines(records: Records, x: str, keys: Sequence[str], dots: bool = False) ->
         values = [record.get(key) for record in records]
         return [math.nan if value is None else float(value) for value in values]
 
-    lines = []
-    for key in keys:
-        name = LINES.get(key, key.removeprefix("lr_"))
-        lines.append(Line(name, column(x), column(key), dots))
+    lines = [
+        Line(LINES.get(key, key.removeprefix("lr_")), column(x), column(key), dots) for key in keys
+    ]
     return [line for line in lines if np.isfinite(line.y).any()]
 
 

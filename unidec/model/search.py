@@ -51,8 +51,7 @@ def labels_that_fit(device: torch.device, width: int) -> int:
     """How many labels' vectors fit into half of a GPU's free memory; on a CPU no limit."""
     if device.type != "cuda":
         return 1 << 62
-    free_bytes = torch.cuda.mem_get_info(device)[0]
-    return max(LABELS_AT_ONCE, free_bytes // (2 * 4 * max(width, 1)))
+    return max(LABELS_AT_ONCE, torch.cuda.mem_get_info(device)[0] // (2 * 4 * max(width, 1)))
 
 
 def exact_search(

@@ -62,7 +62,7 @@ def resolve_encoder(name: str) -> Path:
             if sha256 != packaged.sha256:
                 raise ArtifactError(
                     f"the package {packaged.module} does not contain the published weights",
-                    where=str(weights),
+                    where=weights,
                     got=sha256,
                     expected=packaged.sha256,
                     fix=(
@@ -90,7 +90,7 @@ def check_positions(folder: Path, max_length: int) -> None:
     except (ValueError, AttributeError) as error:
         raise ArtifactError(
             "not a transformer's config.json",
-            where=str(folder),
+            where=folder,
             got=str(error),
             fix="save it with AutoModel.save_pretrained",
         ) from error
@@ -142,7 +142,7 @@ def _checked(folder: Path) -> Path:
     if missing:
         raise ArtifactError(
             f"not a transformer's folder: {', '.join(missing)} missing",
-            where=str(folder),
+            where=folder,
             fix=(
                 "save it with AutoModel.save_pretrained and AutoTokenizer.save_pretrained (fast "
                 "tokenizer)"

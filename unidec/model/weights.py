@@ -181,7 +181,7 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ArtifactError(
             "the model to start from cannot be read",
-            where=str(path),
+            where=path,
             got=str(error)[:200],
             fix="restore it, or name another one",
         ) from error

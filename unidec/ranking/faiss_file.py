@@ -56,7 +56,7 @@ def read_index_file(where: Path, like: Any, num_vectors: int) -> tuple[Any, Any]
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
         raise ArtifactError(
             "the index file is damaged",
-            where=str(where),
+            where=where,
             got=getattr(error, "strerror", None) or str(error)[-200:],
             expected=f"{num_vectors} vectors of width {like.d}",
             fix="build the index again: unidec index build",

@@ -243,7 +243,7 @@ def _transformer_part(graph: Path, width: int, threads: int) -> Part:
     if not graph.is_file():
         raise ConfigError(
             "this bundle has no ONNX graph of its transformer",
-            where=str(graph),
+            where=graph,
             fix="write the bundle again with this version (unidec index build), or runtime: torch",
         )
     options = onnxruntime.SessionOptions()

@@ -47,8 +47,9 @@ def _histogram(caption: str, columns: dict[str, pd.Series], unit: str) -> Chart 
         count = np.bincount(bin_N, minlength=len(names))
         share = 100 * count / max(len(bin_N), 1)
         shares.append((name, share.tolist()))
-    x_label = f"{unit}; a bar covers its number up to the next"
-    return bar_chart(caption, names, shares, "percent", x_label=x_label)
+    return bar_chart(
+        caption, names, shares, "percent", x_label=f"{unit}; a bar covers its number up to the next"
+    )
 
 
 def _characters(dataset: XMCDataset, reading: Reading) -> Chart | None:

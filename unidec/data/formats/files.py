@@ -322,8 +322,13 @@ def read_filter_text(source: Source, path: Path) -> Pairs:
             if line.strip():
                 report("not `query_row label_row`", number, _shown(line))
     query_P, label_P, line_P = np.asarray(numbers, dtype=np.int64).reshape(-1, 3).T
-    at = (source.name(path), line_P.__getitem__)
-    return Pairs(source=source, at=at, query_P=query_P, label_P=label_P, value_P=None)
+    return Pairs(
+        source=source,
+        at=(source.name(path), line_P.__getitem__),
+        query_P=query_P,
+        label_P=label_P,
+        value_P=None,
+    )
 
 
 def read_npz(source: Source, path: Path, shape: tuple[int, int]) -> Pairs:
