@@ -60,8 +60,7 @@ class ReportInput:
         at_best: the highest values that any ranking of these queries can have.
         history, rounds: lines of history.jsonl and rounds.jsonl. bins: of `frequency_bins`.
         index: facts about the index, such as {"recall@10": 99.8}.
-        fusion: "by_tail": metrics by the "tail" weight; "lost_without": {feature: points of the
-        "objective"}.
+        fusion: "by_tail": metrics by the "tail" weight.
         calibration: {"probability": [any shape], "correct": [same shape]} of predictions.
         gains, losses: examples {"query", "truth": [title], "predictions": [{"label", "title",
             "score", "correct"}], "missed": [title], "gain": nDCG@5 of the query minus that of
@@ -111,7 +110,6 @@ def render(report: ReportInput) -> str:
     verdicts = {name: wins_and_losses(main, other) for name, other in report.earlier.items()}
     group_charts, groups = _groups(systems, report.at_best)
     traded = _lines(report.fusion.get("by_tail", ()), "tail", shown("traded"), dots=True)
-    lost = report.fusion.get("lost_without", {})
     return page.render(
         "report",
         report=report,
@@ -134,10 +132,6 @@ def render(report: ReportInput) -> str:
             "weight of the log inverse propensity",
             "percent, validation split",
         ),
-        lost_without={
-            name.replace("blend", "weighted sum"): f"{lost[name]:.2f}"
-            for name in sorted(lost, key=lost.__getitem__, reverse=True)
-        },
     )
 
 
