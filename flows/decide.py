@@ -17,6 +17,7 @@ from unidec.config import Params
 from unidec.errors import Refused
 from unidec.metric_names import BASELINES, of_all_labels
 from unidec.pipeline import paths
+from unidec.text_page import render_text
 
 log = logging.getLogger("unidec.flows")
 
@@ -122,22 +123,20 @@ def summary(done: Mapping[str, Any]) -> str:
     """
     if "metrics" not in done and "version" not in done:
         return f"done: {', '.join(done['steps'])}"
-    program = _program()
     report = Path(done.get("report", "outputs/report.html"))
-    lines = table(done) + [f"warning: {words}" for words in done.get("warnings", ())]
-    lines += [outcome(done), f"report: {_shown(report)}"]
-    if done.get("run_url"):
-        lines.append(f"MLflow run: {done['run_url']}")
-    bundle = _shown(report.with_name("bundle"))
-    served = f"models:/{done['model']}@champion" if _has_champion(done) else bundle
-    where = "" if bundle == str(paths.BUNDLE) else f" --bundle {bundle}"
-    lines += [
-        "next:",
-        f'  {program} predict "some text" -k 5{where}',
-        f"  {program} serve {served}",
-    ]
-    lines.append("  make ui" if Path("Makefile").is_file() else f"  {program} models list")
-    return "\n".join(lines)
+    return render_text(
+        "trained.txt",
+        done=done,
+        rows=compared(done),
+        metrics=of_all_labels(),
+        outcome=outcome(done),
+        report=_shown(report),
+        program=_program(),
+        bundle=_shown(report.with_name("bundle")),
+        default=str(paths.BUNDLE),
+        has_champion=_has_champion(done),
+        has_makefile=Path("Makefile").is_file(),
+    )
 
 
 def _has_champion(done: Mapping[str, Any]) -> bool:
@@ -149,28 +148,19 @@ def _has_champion(done: Mapping[str, Any]) -> bool:
     return bool(known) and "no_champion" not in done
 
 
-def table(done: Mapping[str, Any]) -> list[str]:
-    """A table of metrics in percent: this model, the champion that it was compared with, the
+def compared(done: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
+    """Metrics in percent of this model, of the champion that it was compared with, and of the
     baselines.
     """
     if "metrics" not in done:
-        return []
+        return {}
     name = f"version {done['version']}" if done.get("version") else "this model"
     rows = {name: done["metrics"]}
     gate = done.get("gate", {})
     if champion := gate.get("metrics", {}).get("champion"):
         former = "former " if "promoted" in done else ""
         rows[f"{former}champion, version {gate['champion']}"] = champion
-    for name, figures in done.get("baselines", {}).items():
-        rows[BASELINES[name]] = figures
-    metrics = of_all_labels()
-    head = "".join(f"{key:>8}" for key in metrics)
-    lines = [f"{'test split, percent':<30}{head}"]
-    for name, figures in rows.items():
-        cells = [f"{figures[key]:.1f}" if key in figures else "-" for key in metrics]
-        row = "".join(f"{cell:>8}" for cell in cells)
-        lines.append(f"{name:<30}{row}")
-    return lines
+    return rows | {BASELINES[name]: own for name, own in done.get("baselines", {}).items()}
 
 
 def _program() -> str:

@@ -82,8 +82,11 @@ def known(error: BaseException) -> UnidecError | None:
     names = {kind.__name__ for kind in type(error).__mro__}
     if names & _PASSING or getattr(error, "error_code", None) in _MLFLOW_PASSING:
         got = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        fix = "run again: what is finished is kept, and a training resumes from its last checkpoint"
-        return MayRecover("a server or a database does not answer", got=got, fix=fix)
+        return MayRecover(
+            "a server or a database does not answer",
+            got=got,
+            fix="run again: what is finished is kept, a training resumes from its last checkpoint",
+        )
     return system_error(error) if isinstance(error, OSError) else None
 
 

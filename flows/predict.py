@@ -157,7 +157,7 @@ def write_shards(work: Work, runner: str | None = None) -> None:
         raise TrainingError(
             f"{len(errors)} of {work.num_shards} shards failed, first {work.name(number)}: "
             f"{first or repr(first)}",
-            where=str(work.folder),
+            where=work.folder,
             fix="re-run the command: it resumes with the missing shards",
         ) from first
 

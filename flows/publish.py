@@ -21,6 +21,7 @@ from unidec import pipeline
 from unidec.addresses import without_credentials
 from unidec.config import Params
 from unidec.errors import UnidecError
+from unidec.text_page import render_text
 from unidec.tracking.provenance import LOCK_COMMIT_TAG
 from unidec.tracking.store import open_client, tracking_uri
 
@@ -81,16 +82,8 @@ def show_result(done: Mapping[str, Any]) -> None:
     """
     if FlowRunContext.get() is None:
         return
-    checks = []
-    for reason in done.get("gate", {}).get("reasons", ()):
-        state = "passed" if reason["passed"] else "REFUSED"
-        checks.append(f"- {state}: {reason['check']}, {reason['words']}")
-    lines = [f"version {done['version']}", *checks]
-    if done.get("run_url"):
-        lines.append(f"- MLflow run: <{done['run_url']}>")
-    pages = [Path("outputs", page) for page in PAGES]
-    lines += [f"- `{page.resolve()}`" for page in pages if page.exists()]
-    create_markdown_artifact(without_credentials("\n".join(lines)), key="result")
+    text = render_text("retrained.md", done=done, pages=[Path("outputs", page) for page in PAGES])
+    create_markdown_artifact(without_credentials(text), key="result")
 
 
 def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()) -> dict[str, str]:

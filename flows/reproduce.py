@@ -106,7 +106,7 @@ def check_repository() -> None:
     """
     if not Path(".dvc").is_dir() or not Path("dvc.yaml").is_file():
         fix = "unidec init --project writes .dvc/ and dvc.yaml"
-        raise ConfigError("no DVC repository", where=str(Path.cwd()), fix=fix)
+        raise ConfigError("no DVC repository", where=Path.cwd(), fix=fix)
     if matches_git(Path()):
         return
     if not is_inside(Path()):
@@ -296,7 +296,7 @@ def fetch(source: Source) -> str:
     if code:
         raise DataError(
             "DVC cannot fetch this data: missing or damaged",
-            where=str(target),
+            where=target,
             got=" ".join(output.split())[-2000:],
             fix=(
                 "run dvc push where the data is complete, or fix the remote (dvc remote list); "

@@ -169,7 +169,7 @@ class Model:
     def _answerer(self) -> Answerer:
         if self._opened is None:
             fix = "open it again: unidec.load(folder)"
-            raise ConfigError("the model is closed", where=str(self.folder), fix=fix)
+            raise ConfigError("the model is closed", where=self.folder, fix=fix)
         return self._opened
 
     @property
@@ -300,7 +300,7 @@ class Model:
         target = Path(folder).absolute()
         if target.exists():
             fix = "remove it, or name another folder"
-            raise ConfigError("exists already", where=str(folder), fix=fix)
+            raise ConfigError("exists already", where=folder, fix=fix)
         target.parent.mkdir(parents=True, exist_ok=True)
         prefix = f".{target.name}-"
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as scratch:

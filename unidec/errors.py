@@ -175,6 +175,8 @@ def missing_package(error: ModuleNotFoundError) -> Exception:
     name = (error.name or "").partition(".")[0]
     for extra, packages in _EXTRAS.items():
         if name in packages.split():
-            fix = f"pip install 'unidec-xmc[{extra}]', or make setup"
-            return UnidecError(f"the package {name} is not installed", fix=fix)
+            return UnidecError(
+                f"the package {name} is not installed",
+                fix=f"pip install 'unidec-xmc[{extra}]', or make setup",
+            )
     return error

@@ -62,8 +62,12 @@ def check_writable(folders: Sequence[Path]) -> None:
     where = ", ".join(map(str, refused[:_MOST_SHOWN]))
     if len(refused) > _MOST_SHOWN:
         where += f" and {len(refused) - _MOST_SHOWN} more"
-    got = f"user id {user}; the owner is user id {owner}"
-    raise ArtifactError("cannot be written", where=where, got=got, fix=fix)
+    raise ArtifactError(
+        "cannot be written",
+        where=where,
+        got=f"user id {user}; the owner is user id {owner}",
+        fix=fix,
+    )
 
 
 def _refused(folder: Path) -> list[Path]:

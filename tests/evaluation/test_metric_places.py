@@ -21,7 +21,7 @@ from unidec.evaluation.metrics import Scope, evaluate
 from unidec.evaluation.page import render
 from unidec.evaluation.report import ReportInput, wins_and_losses
 from unidec.evaluation.report import render as render_report
-from unidec.pipeline.evaluation import markdown_table, split_figures
+from unidec.pipeline.evaluation import figures_table, split_figures
 from unidec.tracking import lineage, promotion, store
 
 MADE = "Made@5"
@@ -111,7 +111,7 @@ def test_a_new_metric_is_in_mlflow(made: dict[str, float]) -> None:
         f"test/head/{MADE}",
         f"de/{MADE}",
     } <= figures.keys()
-    assert MADE in markdown_table(made)
+    assert MADE in figures_table(made)
     assert "metrics.`test/Made_at_5`" in store._view_state()["selectedColumns"]
     assert MADE in lineage.columns()
     tags: dict[str, str] = {}
@@ -132,9 +132,9 @@ def test_a_new_metric_is_in_mlflow(made: dict[str, float]) -> None:
 def test_a_new_metric_is_in_the_terminal_and_in_dvcs_figures(
     made: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flows.decide import table
+    from flows.decide import summary
 
-    assert MADE in table({"metrics": made})[0]
+    assert MADE in summary({"metrics": made, "steps": []}).splitlines()[0]
     cells = [Cell("data", "one", runs=[Run(0, made)])]
     monkeypatch.setattr(results, "_cells", lambda comparison, found: cells)
     monkeypatch.setattr(results, "gather", lambda comparison: {})

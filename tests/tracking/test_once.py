@@ -12,7 +12,6 @@ from helpers.mlflow_server import LossyProxy, MlflowServer
 
 import unidec.tracking.run as tracking
 from unidec.data.storage import write_folder
-from unidec.pipeline import doctor
 from unidec.tracking import registry
 from unidec.tracking.run import Tracker
 from unidec.tracking.store import open_client
@@ -92,7 +91,6 @@ def test_each_reply_to_a_creation_is_lost_once(server, proxy):
     assert models[0].status.name == "READY"
     assert [found.version for found in versions if found.name == "first-lost"] == [str(version)]
     assert sum(creates(kind + b" HTTP") for kind in asked) >= 4, asked
-    assert not tracker.twins()
 
 
 @pytest.mark.slow
@@ -116,28 +114,3 @@ def test_a_seventh_of_all_replies_is_lost(server, proxy, monkeypatch):
     assert len(models) == 1
     assert runs[0].info.status == "FINISHED"
     assert len([found for found in versions if found.name == "seventh"]) == 1
-
-
-def test_the_doctor_ends_twins(server, proxy):
-    """Of an older version of unidec, or of a server that acted after it was given up."""
-    tracker = Tracker("twins")
-    run_id = tracker.start(Path("runs/one"), {"seed": 0})
-    client = open_client(server.uri)
-    run = client.get_run(run_id)
-    key = {"unidec.run_key": run.data.tags["unidec.run_key"]}
-    twins = {client.create_run(run.info.experiment_id, tags=key).info.run_id for _ in range(2)}
-    assert Tracker.resume(Path("runs/one")).run_id == run_id
-    assert Tracker("twins").start(Path("runs/one"), {"seed": 0}) == run_id, (
-        "the run itself is continued"
-    )
-    tracker.finish()
-    found = [one for one in doctor.examine() if "further runs" in one.what]
-    assert len(found) == 1
-    assert found[0].fixable
-    assert all(twin in found[0].what for twin in twins)
-    assert doctor.exit_code(doctor.examine()) == 1
-    doctor.examine(fix=True)
-    statuses = {client.get_run(twin).info.status for twin in twins}
-    assert statuses == {"KILLED"}
-    assert client.get_run(run_id).info.status == "FINISHED"
-    assert doctor.examine() == []

@@ -315,7 +315,7 @@ def _check_model(path: Path, model: Any, info: BundleInfo) -> None:
     if got != expected:
         raise ArtifactError(
             "the model does not fit the bundle's vectors",
-            where=str(path),
+            where=path,
             got=got,
             expected=expected,
         )

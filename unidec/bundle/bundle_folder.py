@@ -174,7 +174,7 @@ def check_names(root: Path, files: Iterable[str]) -> None:
         if not name.startswith("model/") or name.endswith(_CODE):
             raise ArtifactError(
                 "the file does not belong in a bundle",
-                where=str(root / name),
+                where=root / name,
                 fix="restore the bundle from a copy that you trust",
             )
 

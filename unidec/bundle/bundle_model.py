@@ -49,7 +49,7 @@ def write_model(
         version = int(header["version"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArtifactError(
-            "no model here", where=str(source), fix="train first: unidec train"
+            "no model here", where=source, fix="train first: unidec train"
         ) from error
     manifest = read_manifest(source, kind, version, verify=True)
     target.mkdir()
@@ -63,7 +63,7 @@ def write_model(
             if file_sha256(target / name) != entry["sha256"]:
                 raise ArtifactError(
                     "the file changed while it was copied",
-                    where=str(source / name),
+                    where=source / name,
                     fix="run it again",
                 )
             hashes[name] = entry["sha256"]

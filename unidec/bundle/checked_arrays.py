@@ -18,7 +18,7 @@ _CHECKED_AT_ONCE = 1 << 22  # numbers
 
 def damaged(what: str, where: Path, got: object = None, expected: object = None) -> ArtifactError:
     """An error about a file of a bundle."""
-    return ArtifactError(what, where=str(where), got=got, expected=expected, fix=FIX)
+    return ArtifactError(what, where=where, got=got, expected=expected, fix=FIX)
 
 
 def read_array(

@@ -254,7 +254,7 @@ def _check_edit(
     if problems:
         raise DataError(
             f"{len(problems):,} problems in a change of labels; nothing was written",
-            where=str(bundle.path),
+            where=bundle.path,
             got=listing(problems),
             fix="correct them; `unidec export vectors` writes a table of all uids and titles",
         )
@@ -300,7 +300,7 @@ def with_labels(
     if path.resolve() == bundle.path.resolve():
         raise ConfigError(
             "a bundle is not changed in place: it may be serving",
-            where=str(path),
+            where=path,
             fix=f"name another folder: {path}-new",
         )
     if info.knn is None and neighbours is not None:

@@ -84,7 +84,7 @@ def read_labels(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> list[LabelTex
     if problems or not labels:
         raise DataError(
             "not a file of labels; nothing was written",
-            where=str(path),
+            where=path,
             got=listing(problems) if problems else "no rows",
             expected="a header and the columns id and text, and title where another text is shown",
         )

@@ -120,10 +120,10 @@ def begin_predictions(
     bundle = Path(request.bundle).absolute()
     if target.suffix.lower() not in ENDINGS:
         what = "the output has an unknown format"
-        raise DataError(what, where=str(target), expected=" ".join(ENDINGS))
+        raise DataError(what, where=target, expected=" ".join(ENDINGS))
     if target.exists() and source.exists() and os.path.samefile(source, target):
         what = "input and output are the same file"
-        raise DataError(what, where=str(source), fix="choose another output")
+        raise DataError(what, where=source, fix="choose another output")
     if request.k < 1:
         raise DataError("k is out of range", got=request.k, expected="at least 1")
     read_manifest(bundle, KIND, VERSION)
@@ -263,7 +263,7 @@ def merge(work: Work) -> Path:
     if missing := work.missing():
         raise ArtifactError(
             f"{len(missing)} of {work.num_shards} shards are missing or damaged",
-            where=str(work.folder),
+            where=work.folder,
             got=", ".join(work.name(number) for number in missing[:3]),
             fix="run the same command again; all workers must share this folder",
         )

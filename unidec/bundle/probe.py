@@ -118,7 +118,7 @@ def probe_bundle(
     except subprocess.TimeoutExpired as error:
         raise ArtifactError(
             "no answer from a fresh process",
-            where=str(bundle),
+            where=bundle,
             got=f"nothing in {timeout:.0f} s",
             fix=fix,
         ) from error
@@ -127,7 +127,7 @@ def probe_bundle(
             return Probe(**json.loads(done.stdout.splitlines()[-1]))
     raise ArtifactError(
         "a fresh process cannot serve it",
-        where=str(bundle),
+        where=bundle,
         got=done.stderr.strip()[-500:] or f"exit code {done.returncode}",
         fix=fix,
     )

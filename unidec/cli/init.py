@@ -87,7 +87,7 @@ def init(
             return
         raise ConfigError(
             "exists already, and no option to change is given",
-            where=str(path),
+            where=path,
             fix="unidec init --data-path FOLDER, or another folder for params.yaml",
         )
     folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def _changed(text: str, values: dict[str, str], path: Path) -> str:
         if node is None:
             raise ConfigError(
                 f"no key {key} to change",
-                where=str(path),
+                where=path,
                 fix=f"add it by hand, with the value {json.dumps(value)}",
             )
         before = text[: node.start_mark.index]

@@ -147,8 +147,7 @@ def refresh(
 def _flat(result: ChangedLabels) -> dict[str, Any]:
     """The fields of the change, then those of its registration."""
     found = pipeline.plain(result)
-    registered = found.pop("registered", {})
-    return found | registered
+    return found | found.pop("registered", {})
 
 
 def _texts(

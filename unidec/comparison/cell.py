@@ -85,7 +85,7 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
         if not stopping.is_set():
             write_json(step.folder / FAILURE, {"what": reason})
     fix = "read this log, remove the cause and run it again: finished runs are kept"
-    raise TrainingError(reason, where=str(step.folder / LOG), fix=fix)
+    raise TrainingError(reason, where=step.folder / LOG, fix=fix)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -143,7 +143,7 @@ def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str], list[st
     path = Path(path)
     if not path.is_file():
         fix = "docs/comparing.md shows how to write one"
-        raise ConfigError("no such comparison file", where=str(path), fix=fix)
+        raise ConfigError("no such comparison file", where=path, fix=fix)
     raw, lines = read_yaml(path)
     origin = origins(lines)
     problems: list[str] = []
@@ -164,7 +164,7 @@ def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str], list[st
     if not left:
         what = "no data set of this comparison exists"
         fix = "add the folder of one of them, or another entry in `data`"
-        raise ConfigError(what, where=str(path), got=", ".join(file.data), fix=fix)
+        raise ConfigError(what, where=path, got=", ".join(file.data), fix=fix)
     return file.model_copy(update={"data": left}), origin, problems
 
 

@@ -48,6 +48,7 @@ from unidec.data.storage import read_json_lines, write_bytes_atomic
 from unidec.errors import ArtifactError, ConfigError, TrainingError, UnidecError
 from unidec.interrupt import stop_signals
 from unidec.progress import Progress, progress
+from unidec.text_page import markdown_table
 from unidec.tracking.provenance import code_tags
 from unidec.tracking.run import RUN_TAGS, Tracker, run_tags
 from unidec.tracking.store import tracking_uri
@@ -180,7 +181,7 @@ class Search:
             self.close()
             raise ConfigError(
                 "folder of another search",
-                where=str(self.root),
+                where=self.root,
                 got=f"other {', '.join(others)}",
                 fix="another folder with --out, or remove this one",
             )
@@ -371,7 +372,7 @@ class Search:
         """
         ended = self.ended
         heads = ["trial", "state", self.metric, "seconds", *self.space]
-        rows = [heads, ["---"] * len(heads)]
+        rows = []
         for number, trial in enumerate(ended):
             noted = trial.user_attrs
             state = "trained"
@@ -384,8 +385,7 @@ class Search:
             seconds = f"{noted['seconds']:.0f}"
             settings = [_figure(trial.params[key]) for key in self.space]
             rows.append([str(number), state, value, seconds, *settings])
-        table = [f"| {' | '.join(row)} |\n" for row in rows]
-        text = "".join(table)
+        text = markdown_table(heads, rows) + "\n"
         write_bytes_atomic(self.root / TABLE, text.encode())
         last = ended[-1].value
         if last is not None:
@@ -407,7 +407,7 @@ class Search:
         if not trained:
             raise TrainingError(
                 "no trial has finished",
-                where=str(self.root / TABLE),
+                where=self.root / TABLE,
                 fix="narrower ranges, or more trials",
             )
         return max(trained, key=lambda one: one[1].value)

@@ -69,9 +69,7 @@ def tune(
         )
     root = Path(folder or ROOT / Path(file).stem)
     if not (root / STUDY).exists() and any(root.glob("[!.]*")):
-        raise ConfigError(
-            "not the folder of a search", where=str(root), fix="another folder with --out"
-        )
+        raise ConfigError("not the folder of a search", where=root, fix="another folder with --out")
     subject = Subject(
         job=_job_of(params),
         ranges=read_space(file, params),

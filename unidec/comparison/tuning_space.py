@@ -61,12 +61,12 @@ def read_space(path: str | Path, params: Params) -> dict[str, Any]:
     """
     if not Path(path).is_file():
         raise ConfigError(
-            "no such search space file", where=str(path), fix="comparison/tune.yaml is an example"
+            "no such search space file", where=path, fix="comparison/tune.yaml is an example"
         )
     raw, lines = read_yaml(Path(path))
     if not raw:
         raise ConfigError(
-            "nothing to tune", where=str(path), expected="optim.lr_bag: {low: 0.0003, high: 0.003}"
+            "nothing to tune", where=path, expected="optim.lr_bag: {low: 0.0003, high: 0.003}"
         )
     origin = origins(lines)
     if problems := problems_of(raw, params, origin, str(path)):

@@ -124,9 +124,7 @@ def load_comparison(
     """
     file, origin, problems = read_file(path)
     if tune and file.tuning is None and not problems:
-        raise ConfigError(
-            "nothing to tune", where=str(path), expected="a section `tuning`", fix=EXAMPLE
-        )
+        raise ConfigError("nothing to tune", where=path, expected="a section `tuning`", fix=EXAMPLE)
     choose = None if tune else partial(read_chosen, path, file)
     planner = Planner(file, origin, overrides or {}, problems)
     jobs = planner.jobs(path, choose)

@@ -183,8 +183,9 @@ def write_dataset(
         "filter_indices": filter_pairs.indices.astype(np.int32),
     }
     parts = [queries, raw.labels, *arrays.values()]
-    num_bytes = sum(part.nbytes for part in parts)
-    with write_folder(path, KIND, VERSION, meta, num_bytes=num_bytes) as out:
+    with write_folder(
+        path, KIND, VERSION, meta, num_bytes=sum(part.nbytes for part in parts)
+    ) as out:
         write_texts_table(out.path / "queries.arrow", queries)
         write_texts_table(out.path / "labels.arrow", raw.labels)
         for name, array in arrays.items():

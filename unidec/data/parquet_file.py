@@ -64,8 +64,9 @@ def read_parquet(
                 yield number, row
                 number += 1
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        fix = "write or copy the file again"
-        raise DataError("not a readable Parquet file", where=path, got=error, fix=fix) from error
+        raise DataError(
+            "not a readable Parquet file", where=path, got=error, fix="write or copy the file again"
+        ) from error
 
 
 def _batches(path: Path, stored: _Stored, wanted: Sequence[str]) -> Iterator[pa.RecordBatch]:
@@ -157,8 +158,7 @@ def _text_bytes(column: pa.Array) -> int:
     """Bytes of all texts in a column, each as often as it occurs."""
     kind = column.type
     if pa.types.is_dictionary(kind):
-        sizes = _sizes(column.dictionary)
-        return pc.sum(sizes.take(column.indices)).as_py() or 0
+        return pc.sum(_sizes(column.dictionary).take(column.indices)).as_py() or 0
     if pa.types.is_struct(kind):
         return sum(map(_text_bytes, column.flatten()))
     if pa.types.is_map(kind):

@@ -142,6 +142,7 @@ def load_propensity(path: str | os.PathLike[str], verify: bool = True) -> Propen
     lengths = [len(inverse_L), len(count_L), len(group_L)]
     expected = meta.get("num_labels")
     if lengths != [expected] * 3:
-        what = "arrays of different lengths"
-        raise ArtifactError(what, where=root, got=lengths, expected=expected, fix=REBUILD)
+        raise ArtifactError(
+            "arrays of different lengths", where=root, got=lengths, expected=expected, fix=REBUILD
+        )
     return Propensity(inverse_L, count_L, group_L, float(meta["a"]), float(meta["b"]))

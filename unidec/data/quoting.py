@@ -98,8 +98,9 @@ class _Rows:
             self.number = number
             self.size += len(line)
             if self.size > self.bounds.max_row_bytes:
-                hint = " (is there a quote that is never closed?)"
-                raise row_too_long(self.path, self.start, self.bounds, hint)
+                raise row_too_long(
+                    self.path, self.start, self.bounds, " (is there a quote that is never closed?)"
+                )
             text = decode(line, number, self.report)
             self.lines_of_row.append(text)
             yield text + "\n"

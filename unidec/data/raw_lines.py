@@ -66,8 +66,12 @@ def refuse(path: Path) -> Report:
     """A `Report` that raises a DataError for the first error."""
 
     def report(what: str, line: int, got: object) -> None:
-        fix = "save the file as UTF-8" if what == NOT_UTF8 else None
-        raise DataError(what, where=f"{path}:{line}", got=str(got)[:200], fix=fix)
+        raise DataError(
+            what,
+            where=f"{path}:{line}",
+            got=str(got)[:200],
+            fix="save the file as UTF-8" if what == NOT_UTF8 else None,
+        )
 
     return report
 

@@ -206,8 +206,9 @@ def read_manifest(
         )
     manifest = _parse_manifest(root)
     if manifest["kind"] != kind:
-        got = str(manifest["kind"])[:80]
-        raise ArtifactError("folder of another kind", where=where, got=got, expected=kind)
+        raise ArtifactError(
+            "folder of another kind", where=where, got=str(manifest["kind"])[:80], expected=kind
+        )
     _check_version(where, manifest, max_version or manifest["version"])
     _check_files(root, manifest["files"])
     if manifest.keys() - _Manifest.model_fields.keys():

@@ -393,8 +393,7 @@ def encode_texts(
 
 def _offsets(lengths: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
     """Where each text begins in the flat array of ids, and its end."""
-    zero = np.zeros(1, dtype=np.int64)
-    return np.cumsum(np.concatenate([zero, *lengths]), dtype=np.int64)
+    return np.cumsum(np.concatenate([np.zeros(1, dtype=np.int64), *lengths]), dtype=np.int64)
 
 
 def build_token_cache(

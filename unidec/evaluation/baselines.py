@@ -28,6 +28,7 @@ from unidec.evaluation.metrics import by_query, evaluate, filtered_truth, remove
 from unidec.evaluation.significance import Comparison, best_systems, compare_systems
 from unidec.metric_names import BASELINES, in_words, parse, shown
 from unidec.progress import progress
+from unidec.ranking.sparse import largest_of_each
 
 MODEL = "model"
 K = 100
@@ -289,8 +290,7 @@ def rank(
                 match = normalize(scores["label-match"], norm="max")
                 scores["mix"] = votes + MATCH_WEIGHT * match
             for method in methods:
-                best = largest(csr_matrix(scores[method]), width)
-                parts[method].append(top_rows(best, width))
+                parts[method].append(top_rows(csr_matrix(scores[method]), width))
             bar.update(x_BF.shape[0])
     return {method: np.concatenate(blocks) for method, blocks in parts.items()}
 
@@ -316,13 +316,5 @@ def top_rows(score: csr_matrix, width: int) -> NDArray[np.int64]:
         number.
     """
     score.sum_duplicates()
-    num_rows = score.shape[0]
-    num_stored = np.diff(score.indptr)
-    row = np.repeat(np.arange(num_rows), num_stored)
-    order = np.lexsort((score.indices, -score.data, row))
-    place = np.arange(len(row)) - score.indptr[row]
-    fits = place < width
-    labels = np.full((num_rows, width), -1, dtype=np.int64)
-    ordered = score.indices[order]
-    labels[row[fits], place[fits]] = ordered[fits]
-    return labels
+    place_nK = largest_of_each(score.indptr, score.data, width)
+    return np.append(score.indices, -1).astype(np.int64)[place_nK]

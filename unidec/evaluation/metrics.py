@@ -285,8 +285,7 @@ def evaluate(
             inside_L = relevant_L & (group_L == GROUPS.index(group))
         rank = rank_L[inside_L]
         for k in DEFAULT_KS:
-            found = float((rank < k).sum())
-            out[f"{prefix}coverage@{k}"] = percent(found, rank.size)
+            out[f"{prefix}coverage@{k}"] = percent(float((rank < k).sum()), rank.size)
         out[f"{prefix}num_queries"] = float(count)
     return out
 
@@ -314,8 +313,7 @@ def moved_up(label_NK: NDArray[np.int64], k: int) -> NDArray[np.int64]:
     """The labels in order without the -1 between them, cut or padded with -1 to [N, k]."""
     order = np.argsort(label_NK < 0, axis=1, kind="stable")
     found = np.take_along_axis(label_NK, order[:, :k], axis=1)
-    missing = k - found.shape[1]
-    return np.pad(found, ((0, 0), (0, missing)), constant_values=-1)
+    return np.pad(found, ((0, 0), (0, k - found.shape[1])), constant_values=-1)
 
 
 def ideal_ranking(relevance: csr_matrix, inverse_propensity_L: Any, k: int) -> NDArray[np.int64]:

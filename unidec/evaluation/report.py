@@ -60,8 +60,7 @@ class ReportInput:
         at_best: the highest values that any ranking of these queries can have.
         history, rounds: lines of history.jsonl and rounds.jsonl. bins: of `frequency_bins`.
         index: facts about the index, such as {"recall@10": 99.8}.
-        fusion: "by_tail": metrics by the "tail" weight; "lost_without": {feature: points of the
-        "objective"}.
+        fusion: "by_tail": metrics by the "tail" weight.
         calibration: {"probability": [any shape], "correct": [same shape]} of predictions.
         gains, losses: examples {"query", "truth": [title], "predictions": [{"label", "title",
             "score", "correct"}], "missed": [title], "gain": nDCG@5 of the query minus that of
@@ -111,7 +110,6 @@ def render(report: ReportInput) -> str:
     verdicts = {name: wins_and_losses(main, other) for name, other in report.earlier.items()}
     group_charts, groups = _groups(systems, report.at_best)
     traded = _lines(report.fusion.get("by_tail", ()), "tail", shown("traded"), dots=True)
-    lost = report.fusion.get("lost_without", {})
     return page.render(
         "report",
         report=report,
@@ -134,10 +132,6 @@ def render(report: ReportInput) -> str:
             "weight of the log inverse propensity",
             "percent, validation split",
         ),
-        lost_without={
-            name.replace("blend", "weighted sum"): f"{lost[name]:.2f}"
-            for name in sorted(lost, key=lost.__getitem__, reverse=True)
-        },
     )
 
 
@@ -247,8 +241,7 @@ def _bin_charts(bins: Records) -> list[Chart | None]:
 
 def _bin_table(bins: Records) -> Table:
     rows = dict(zip(_bin_names(bins), bins, strict=True))
-    caption = "by bin, most frequent labels first"
-    return Table.of("training queries", rows, BINS, caption=caption)
+    return Table.of("training queries", rows, BINS, caption="by bin, most frequent labels first")
 
 
 def _calibration(calibration: Mapping[str, Any]) -> dict[str, Any]:
@@ -337,10 +330,9 @@ def _lines(records: Records, x: str, keys: Sequence[str], dots: bool = False) ->
         values = [record.get(key) for record in records]
         return [math.nan if value is None else float(value) for value in values]
 
-    lines = []
-    for key in keys:
-        name = LINES.get(key, key.removeprefix("lr_"))
-        lines.append(Line(name, column(x), column(key), dots))
+    lines = [
+        Line(LINES.get(key, key.removeprefix("lr_")), column(x), column(key), dots) for key in keys
+    ]
     return [line for line in lines if np.isfinite(line.y).any()]
 
 

@@ -114,8 +114,7 @@ class TransformerEncoder(nn.Module):
 
     def forward(self, texts: Padded | Packed) -> Tensor:
         """Pooled vectors of texts, float32 [B, D]."""
-        inputs = texts.inputs(self.transformer.config)
-        hidden = self.transformer(**inputs).last_hidden_state
+        hidden = self.transformer(**texts.inputs(self.transformer.config)).last_hidden_state
         return texts.pool(hidden, self.pooling)
 
 

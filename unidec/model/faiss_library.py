@@ -37,7 +37,7 @@ def faiss_module() -> Any:
                 "the installed faiss is broken (both faiss-cpu and faiss-gpu are installed, or a "
                 "folder is called faiss)"
             ),
-            where=str(getattr(faiss, "__file__", None)),
+            where=getattr(faiss, "__file__", None),
             fix="pip uninstall faiss-cpu faiss-gpu, then install one of them",
         )
     # faiss 1.15 sets 128,000, which no search here reaches

@@ -303,7 +303,7 @@ def zeros_on_disk(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> T
     except OSError as error:
         raise ArtifactError(
             "not enough disk space for a table",
-            where=str(folder),
+            where=folder,
             got=str(error.strerror),
             expected=f"{size * dtype.itemsize} bytes",
             fix="a run folder on a larger disk, model.clf_dtype: bf16, or optim.clf_state: adagrad",

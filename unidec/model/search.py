@@ -33,8 +33,11 @@ def _as_matrix(vectors: np.ndarray | Tensor, name: str) -> Tensor:
     is_bad = ~torch.isfinite(matrix.sum(1))
     if is_bad.any():
         rows = is_bad.nonzero().flatten()[:5].tolist()
-        what = f"{name} vectors are not finite"
-        raise DataError(what, got=f"rows {rows}", fix="check the last training losses")
+        raise DataError(
+            f"{name} vectors are not finite",
+            got=f"rows {rows}",
+            fix="check the last training losses",
+        )
     return matrix
 
 
@@ -48,8 +51,7 @@ def labels_that_fit(device: torch.device, width: int) -> int:
     """How many labels' vectors fit into half of a GPU's free memory; on a CPU no limit."""
     if device.type != "cuda":
         return 1 << 62
-    free_bytes = torch.cuda.mem_get_info(device)[0]
-    return max(LABELS_AT_ONCE, free_bytes // (2 * 4 * max(width, 1)))
+    return max(LABELS_AT_ONCE, torch.cuda.mem_get_info(device)[0] // (2 * 4 * max(width, 1)))
 
 
 def exact_search(

@@ -62,7 +62,7 @@ def resolve_encoder(name: str) -> Path:
             if sha256 != packaged.sha256:
                 raise ArtifactError(
                     f"the package {packaged.module} does not contain the published weights",
-                    where=str(weights),
+                    where=weights,
                     got=sha256,
                     expected=packaged.sha256,
                     fix=(
@@ -88,9 +88,11 @@ def check_positions(folder: Path, max_length: int) -> None:
     try:
         limit = read_json(folder / "config.json").get("max_position_embeddings") or max_length
     except (ValueError, AttributeError) as error:
-        fix = "save it with AutoModel.save_pretrained"
         raise ArtifactError(
-            "not a transformer's config.json", where=str(folder), got=str(error), fix=fix
+            "not a transformer's config.json",
+            where=folder,
+            got=str(error),
+            fix="save it with AutoModel.save_pretrained",
         ) from error
     if max_length > limit:
         raise ConfigError(
@@ -140,7 +142,7 @@ def _checked(folder: Path) -> Path:
     if missing:
         raise ArtifactError(
             f"not a transformer's folder: {', '.join(missing)} missing",
-            where=str(folder),
+            where=folder,
             fix=(
                 "save it with AutoModel.save_pretrained and AutoTokenizer.save_pretrained (fast "
                 "tokenizer)"

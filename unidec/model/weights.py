@@ -179,6 +179,9 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         return read_json(path)
     except (OSError, ValueError) as error:
-        what = "the model to start from cannot be read"
-        fix = "restore it, or name another one"
-        raise ArtifactError(what, where=str(path), got=str(error)[:200], fix=fix) from error
+        raise ArtifactError(
+            "the model to start from cannot be read",
+            where=path,
+            got=str(error)[:200],
+            fix="restore it, or name another one",
+        ) from error

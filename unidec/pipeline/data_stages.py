@@ -209,7 +209,7 @@ def fetch(params: Params) -> Fetched:
             if file_sha256(folder / name) != hashes[name]:
                 raise DataError(
                     "the source changed while it was copied",
-                    where=str(path),
+                    where=path,
                     fix=f"run again when the export is complete; {target} was not changed",
                 )
     return Fetched(True, shown, sha256, f"copied {len(files)} files to {target}")
@@ -267,7 +267,7 @@ def _hashes(files: Mapping[str, Path]) -> dict[str, str]:
         except OSError as error:
             raise DataError(
                 "cannot be read",
-                where=str(path),
+                where=path,
                 got=str(error),
                 fix="mount or export it, or correct section source; nothing was trained",
             ) from error

@@ -181,9 +181,6 @@ def _tracking(run_dir: Path) -> Iterator[Defect]:
         is_sent = Tracker.resume(run_dir).flush()
         return "sent" if is_sent else "the store does not answer: the records are kept"
 
-    def end_twins() -> str:
-        return f"ended {Tracker.resume(run_dir).end_twins()} as KILLED"
-
     state = tracking_state(run_dir)
     if (run_dir / STATE).exists() and not state:
         fix = "delete it: the next start finds the MLflow run by its checkpoint"
@@ -195,9 +192,3 @@ def _tracking(run_dir: Path) -> Iterator[Defect]:
     elif is_behind(run_dir):
         what = "some records were not sent to the tracking store"
         yield "warning", what, run_dir, "send them", send
-    if twins := Tracker.resume(run_dir).twins():
-        what = (
-            f"MLflow has further runs with the key of {state['run_id']}: replies of its server "
-            "were lost"
-        )
-        yield "warning", f"{what}: {', '.join(twins)}", run_dir, "end them as KILLED", end_twins

@@ -218,8 +218,10 @@ def _beside_champion(params: Params, dataset: XMCDataset) -> _Beside:
     accepted["dataset_sha256"] = str(info.dataset.get("sha256"))
     profile = read_profile(bundle)
     if profile is None:
-        reason = f"version {version} of {model} has no profile that this code can read"
-        return _Beside(accepted=accepted, reason=reason)
+        return _Beside(
+            accepted=accepted,
+            reason=f"version {version} of {model} has no profile that this code can read",
+        )
     if profile["sha256"] == dataset.sha256:
         return same
     new = _figures(profile, bundle / _TOKENIZER, dataset)

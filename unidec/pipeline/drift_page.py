@@ -60,16 +60,14 @@ class Comparison:
         return charts
 
     def _lengths(self, which: str) -> Chart | None:
-        sides = (self.old, self.new)
-        counts = np.array([side[which]["length"]["histogram"] for side in sides])
+        counts = np.array([side[which]["length"]["histogram"] for side in (self.old, self.new)])
         filled = np.flatnonzero(counts.any(axis=0)).tolist() or [0]
         shown = slice(filled[0], filled[-1] + 1)
         totals = np.maximum(counts.sum(axis=1, keepdims=True), 1)
         percent = 100 * counts[:, shown] / totals
         bars = list(zip(self.names, percent.tolist(), strict=True))
         edges = [str(edge) for edge in LENGTH_EDGES[shown]]
-        title = f"Length of {which}"
-        return bar_chart(title, edges, bars, "percent", x_label="characters from")
+        return bar_chart(f"Length of {which}", edges, bars, "percent", x_label="characters from")
 
     def write(self, folder: Path) -> dict[str, Any]:
         """Write drift.json and index.html into a folder; returns what was found."""

@@ -39,6 +39,7 @@ from unidec.ranking.fusion import CANDIDATES
 from unidec.ranking.heads import Ranked
 from unidec.ranking.index import recall
 from unidec.ranking.ranker import SINGLE_HEADS
+from unidec.text_page import markdown_table
 from unidec.tracking.fetch import measured_before
 from unidec.tracking.provenance import COMMIT_TAG, code_tags, dvc_hash
 from unidec.tracking.run import Tracker
@@ -183,17 +184,16 @@ def _description(
     dataset = measured.ranking.dataset
     recipe = params.recipe or "-"
     facts = f"{dataset.name}, {dataset.num_labels:,} labels; recipe {recipe}; start: {origin}."
-    table = markdown_table(measured.result["test"] | minutes)
+    table = figures_table(measured.result["test"] | minutes)
     return f"{table}\n\n{verdict}\n\n{facts} `report.html`: by frequency, curves, examples."
 
 
-def markdown_table(figures: Mapping[str, float]) -> str:
+def figures_table(figures: Mapping[str, float]) -> str:
     """The most important figures as a Markdown table, for the run's description."""
     names = [name for name in (*shown("drawn"), "training/minutes") if name in figures]
     heads = [name.removeprefix("training/") for name in names]
     cells = [f"{figures[name]:.1f}" for name in names]
-    rows = [heads, ["---"] * len(names), cells]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown_table(heads, [cells])
 
 
 def _report(

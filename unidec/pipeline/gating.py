@@ -428,7 +428,6 @@ def _purge(in_use: set[str]) -> None:
     all of them.
     """
     folders = [path for path in paths.BUNDLES.glob("[!.]*") if path.is_dir()]
-    newest = sorted(folders, key=os.path.getmtime, reverse=True)
-    for path in newest[_KEPT_COPIES:]:
+    for path in sorted(folders, key=os.path.getmtime, reverse=True)[_KEPT_COPIES:]:
         if path.name not in in_use:
             remove_folder(path)

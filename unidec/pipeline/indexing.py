@@ -112,7 +112,7 @@ def index(params: Params) -> Indexed:
     if blend.tried:
         card["tuning"] = blend.tried
     if blend.fusion:
-        card["fusion"] = {"by_tail": blend.by_tail, "lost_without": blend.lost_without}
+        card["fusion"] = {"by_tail": blend.by_tail}
     write_bundle(
         paths.BUNDLE,
         paths.MODEL,

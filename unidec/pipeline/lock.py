@@ -60,7 +60,7 @@ def one_at_a_time(folder: Path | None = None) -> Iterator[None]:
         except Timeout as error:
             raise TrainingError(
                 "another training is under way in this folder, or a stage that replaces its data",
-                where=str(folder),
+                where=folder,
                 got=holder.read_text(encoding="utf-8") if holder.is_file() else None,
                 fix="wait for it, or cancel it",
             ) from error

@@ -136,7 +136,7 @@ def _check_output(folder: Path) -> None:
     if folder.is_file() or other:
         raise ConfigError(
             "the folder holds something else",
-            where=str(folder),
+            where=folder,
             got=", ".join(other[:5]) or "a file",
             expected="a new folder, or one that this command wrote",
             fix="name another one: --output FOLDER",

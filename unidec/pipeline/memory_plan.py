@@ -29,6 +29,7 @@ from unidec.machine import available_disk, available_host
 from unidec.pipeline import paths
 from unidec.pipeline.memory_probe import ROWS, STATE, Measured, Sizes, measure, num_rows
 from unidec.pipeline.start import effective
+from unidec.text_page import render_text
 from unidec.training.mining import uses_faiss
 from unidec.training.precision import autocast_type, choose_device
 from unidec.training.sampler import draws_pools
@@ -82,12 +83,6 @@ class Amount:
     place: Place
     num_bytes: int
     phase: Phase = "always"
-
-    @property
-    def line(self) -> str:
-        """As printed."""
-        size = gib(self.num_bytes)
-        return f"  {self.name:<32}{size:>12}"
 
 
 @dataclass(frozen=True)
@@ -185,30 +180,13 @@ class Plan:
         """The plan as printed: the largest amounts of each place, whether it fits, and settings
         that would; a single line if little memory is needed.
         """
-        heads = []
-        lines = [f"largest step: {self.step}"]
-        is_small = True
-        for place, name in PLACES.items():
-            phase, needed = self.peak(place)
-            if not needed:
-                continue
-            free = self.free.get(place) or 0
-            is_small &= needed <= SMALL * free
-            size = gib(needed)
-            if free:
-                size += f" of {gib(free)} free"
-            heads.append(f"{name} {size}")
-            lines.append(f"{name}: {size}, {PHASES[phase]}")
-            largest = self.held(place, phase)[:5]
-            lines += [amount.line for amount in largest]
-        if is_small:
-            return [f"fits: {', '.join(heads)} (--json: all amounts)"]
-        if not self.short:
-            return [*lines, "fits"]
-        fix = " ".join(self.settings("--set {}={}"))
-        lines.append(f"does not fit: {'; '.join(self.short)}")
-        lines.append(f"fix: {fix or f'{self.missing}: no known setting fits'}")
-        return lines
+        used = {place: name for place, name in PLACES.items() if self.peak(place)[1]}
+        return render_text("plan.txt", plan=self, used=used, phases=PHASES, gib=gib).splitlines()
+
+    @property
+    def is_small(self) -> bool:
+        """Whether little of the free memory is needed everywhere."""
+        return all(self.peak(place)[1] <= SMALL * (self.free.get(place) or 0) for place in PLACES)
 
 
 def gib(num_bytes: float) -> str:
@@ -290,8 +268,7 @@ def _index(params: Params, sizes: Sizes, measured: Measured) -> Iterable[Amount]
     yield Amount("checkpoints", "disk", 3 * checkpoint)
     yield Amount("model and bundle", "disk", 2 * (weights + vectors) + names)
     if params.encoder.frozen or params.encoder.trainable_layers == 0:
-        cached = FP16 * texts * measured.width
-        yield Amount("cached outputs of what is frozen", "disk", cached)
+        yield Amount("cached outputs of what is frozen", "disk", FP16 * texts * measured.width)
 
 
 def advise(params: Params, plan_of: Callable[[Params], Plan]) -> Settings | None:

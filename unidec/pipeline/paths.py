@@ -117,7 +117,7 @@ def _check_rows(num_rows: int, which: str, path: Path, command: str) -> None:
     if num_rows != expected:
         raise ArtifactError(
             "built from another data set",
-            where=str(path),
+            where=path,
             got=f"{num_rows} {which}",
             expected=f"{expected}, as in {dataset_path}",
             fix=f"run `unidec data {command}` again",

@@ -77,7 +77,7 @@ def check_source(params: Params) -> None:
         if not os.access(path, os.R_OK):
             raise DataError(
                 "cannot be read",
-                where=str(path),
+                where=path,
                 got=f"user id {os.getuid()}",
                 fix="mount or export it, or correct section source",
             )

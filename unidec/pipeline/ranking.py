@@ -269,8 +269,6 @@ class Blend:
         fusion: the networks that rank instead of the weighted scores; None: the weighted scores
         rank.
         by_tail: headline metrics of the fusion by the weight of rare labels, which is in "tail".
-        lost_without: for each feature of the fusion, points of the objective lost if it is replaced
-        by its mean.
         reader: computes the fusion's features.
     """
 
@@ -281,7 +279,6 @@ class Blend:
     tried: list[dict[str, float]] = field(default_factory=list)
     fusion: Fusion | None = None
     by_tail: list[dict[str, float]] = field(default_factory=list)
-    lost_without: dict[str, float] = field(default_factory=dict)
     reader: LabelEvidence | None = None
 
 
@@ -361,14 +358,10 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
     fitted = fit_fusion(evidence, relevant_P, propensity, params.seed, reader.by_words)
     log_inverse_P = reader.log_inverse_L[evidence.label_P]
 
-    def ranked(score_P: np.ndarray, tail: float) -> Ranked:
-        bonus_P = np.float32(tail) * log_inverse_P
-        return evidence.best(score_P + bonus_P, K)
+    def ranked(tail: float) -> Ranked:
+        return evidence.best(fitted.held_out_P + np.float32(tail) * log_inverse_P, K)
 
-    def measured(score_P: np.ndarray, tail: float) -> dict[str, float]:
-        return ranking.metrics_of(ranked(score_P, tail).rows)
-
-    by_tail = {tail: measured(fitted.held_out_P, tail) for tail in TAILS}
+    by_tail = {tail: ranking.metrics_of(ranked(tail).rows) for tail in TAILS}
     quality = {tail: metrics[objective] for tail, metrics in by_tail.items()}
     least = max(quality.values()) - TAIL_TOLERANCE
     tail = max(tail for tail in TAILS if quality[tail] >= least)
@@ -381,18 +374,13 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
     gain = {
         name: round(value - blend.metrics[name], 4) for name, value in headline(metrics).items()
     }
-    lost_without = {
-        name: fused_quality - measured(without_P, tail)[objective]
-        for name, without_P in zip(fitted.fusion.features, fitted.without_XP, strict=True)
-    }
     return replace(
         blend,
         metrics=metrics,
-        ranked=ranked(fitted.held_out_P, tail),
+        ranked=ranked(tail),
         reader=reader,
         fusion=fitted.fusion.model_copy(update={"tail": tail, "gain": gain}),
         by_tail=[{"tail": tail, **headline(by_tail[tail])} for tail in TAILS],
-        lost_without=lost_without,
     )
 
 

@@ -63,7 +63,7 @@ def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> Re
     if not relabelled and path.resolve() != paths.BUNDLE.resolve():
         raise ConfigError(
             "no record of how this bundle was trained",
-            where=str(path),
+            where=path,
             expected="outputs/bundle, or a folder that a command of `unidec labels` wrote",
             fix="register it in the project that trained it",
         )

@@ -77,7 +77,7 @@ def read_start() -> WarmStart | None:
     except ValueError as error:  # of json, UTF-8 or pydantic
         raise ArtifactError(
             "the file that names the model to start from cannot be read",
-            where=str(paths.START),
+            where=paths.START,
             got=str(error).partition("\n")[0],
             fix='restore it from git, or write {"kind": "cold"}',
         ) from error
@@ -261,7 +261,7 @@ def check_start(params: Params) -> list[str]:
     if is_refused:
         raise ConfigError(
             "a training cannot start from a model that knows the test queries",
-            where=str(params.encoder.start or paths.START),
+            where=params.encoder.start or paths.START,
             got=f"the model {words}",
             expected=f"at most {params.validation.limit('test_texts_in_train').share:.1%}",
             fix=(

@@ -54,11 +54,10 @@ def read_index_file(where: Path, like: Any, num_vectors: int) -> tuple[Any, Any]
             raise RuntimeError(f"{data.size - reader.rp_} bytes after the end of the index")
         _check(index, like, num_vectors)
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
-        reason = getattr(error, "strerror", None) or str(error)[-200:]
         raise ArtifactError(
             "the index file is damaged",
-            where=str(where),
-            got=reason,
+            where=where,
+            got=getattr(error, "strerror", None) or str(error)[-200:],
             expected=f"{num_vectors} vectors of width {like.d}",
             fix="build the index again: unidec index build",
         ) from error

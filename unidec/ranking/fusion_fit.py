@@ -51,12 +51,10 @@ class Fitted:
         fusion: average of the folds' networks.
         held_out_P: float32 [P], each pair's score by the network of the fold that did not train on
         its query.
-        without_XP: float32 [X, P], the same scores with one feature at a time replaced by its mean.
     """
 
     fusion: Fusion
     held_out_P: Floats
-    without_XP: Floats
 
 
 def fit_fusion(
@@ -78,7 +76,6 @@ def fit_fusion(
     num_pairs, num_features = x_PX.shape
     fold_N = np.random.default_rng(seed).permutation(evidence.num_queries) % FOLDS
     held_out_P = np.zeros(num_pairs, dtype=np.float32)
-    without_XP = np.zeros((num_features, num_pairs), dtype=np.float32)
 
     def fit(fold: int) -> _Network:
         network = _Network(num_features, HIDDEN, seed + fold)
@@ -91,14 +88,12 @@ def fit_fusion(
         fold_PX = x_PX[torch.from_numpy(in_fold_P)]
         with torch.no_grad():
             held_out_P[in_fold_P] = network(fold_PX).numpy()
-            for feature, mask_X in enumerate(1 - torch.eye(num_features)):
-                without_XP[feature, in_fold_P] = network(fold_PX * mask_X).numpy()
         return network
 
     with thread_pool(FOLDS) as threads:  # parallel folds are faster than parallel operations
         networks = list(threads.map(fit, range(FOLDS)))
     fusion = Fusion(**pairs.network_fields(networks), propensity=propensity, words=by_words)
-    return Fitted(fusion, held_out_P, without_XP)
+    return Fitted(fusion, held_out_P)
 
 
 def fit_word_network(scorer: WordScorer, excluded: Rows, seed: int = 0) -> Network | None:

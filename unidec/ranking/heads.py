@@ -102,8 +102,9 @@ class Heads:
             contain the head.
         """
         if head != "both" and self.space not in ("both", head):
-            what = f"this bundle does not rank by the head {head!r}"
-            raise DataError(what, where="head", expected=self.space)
+            raise DataError(
+                f"this bundle does not rank by the head {head!r}", where="head", expected=self.space
+            )
         vectors = {"de": de_BD, "clf": clf_BD}
         if "bias" in self.vectors and clf_BD is not None:
             vectors["bias"] = np.ones(len(clf_BD), dtype=np.float32)

@@ -102,9 +102,12 @@ class FastEncoder:
         self, about: ModelConfig, words: WordSpace | None, *, int8: bool = False, threads: int = 1
     ) -> None:
         if about.encoder.kind == "inception":
-            what = "only torch encodes queries with an inception encoder"
-            fix = "runtime: auto or torch"
-            raise ConfigError(what, where="runtime", got="onnx", fix=fix)
+            raise ConfigError(
+                "only torch encodes queries with an inception encoder",
+                where="runtime",
+                got="onnx",
+                fix="runtime: auto or torch",
+            )
         # loaded once: the bundle's folder may be replaced while this encoder is in use
         self._tokenizer = load_tokenizer(about.tokenizer_folder, about.max_length)
         self._words = words
@@ -240,7 +243,7 @@ def _transformer_part(graph: Path, width: int, threads: int) -> Part:
     if not graph.is_file():
         raise ConfigError(
             "this bundle has no ONNX graph of its transformer",
-            where=str(graph),
+            where=graph,
             fix="write the bundle again with this version (unidec index build), or runtime: torch",
         )
     options = onnxruntime.SessionOptions()

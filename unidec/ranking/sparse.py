@@ -124,8 +124,7 @@ def keep_largest(matrix: csr_matrix, num: int) -> csr_matrix:
 
 @compiled
 def _largest_of_each(begin_B: Array, score_N: Array, place_BK: Array) -> None:
-    num = place_BK.shape[1]
-    score_K = np.empty(num, dtype=np.float32)
+    score_K = np.empty(place_BK.shape[1], dtype=score_N.dtype)
     for query in range(len(place_BK)):
         place_K = place_BK[query]
         num_kept = _keep_between(begin_B[query], begin_B[query + 1], score_N, score_K, place_K)

@@ -232,8 +232,7 @@ class Batcher:
         to wake a thread.
         """
         begun = time.perf_counter()
-        outcomes = self._answers_of(batch)
-        return outcomes, time.perf_counter() - begun
+        return self._answers_of(batch), time.perf_counter() - begun
 
     def _answers_of(self, batch: _Batch) -> _Batch:
         """In the model's thread, or the event loop's."""

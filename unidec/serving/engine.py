@@ -94,7 +94,7 @@ class Engine:
         elif identity.sha256 != bundle.sha256:
             raise ArtifactError(
                 "the folder holds another bundle than the registry's",
-                where=str(folder),
+                where=folder,
                 got=bundle.sha256,
                 expected=identity.sha256,
             )

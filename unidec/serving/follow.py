@@ -79,9 +79,8 @@ class Registry:
         from unidec.tracking.registry import HASH_TAG
 
         found = registered_version(self.uri, self.address)
-        sha256 = found.tags.get(HASH_TAG, "")
         return Identity(
-            sha256=sha256,
+            sha256=found.tags.get(HASH_TAG, ""),
             name=self.address.name,
             version=str(found.version),
             alias=self.address.alias,
@@ -361,7 +360,7 @@ class Follower:
         if needed > (free := available_host()):
             raise ArtifactError(
                 "too little memory to load it",
-                where=str(folder),
+                where=folder,
                 got=f"{free / 1e6:,.0f} MB available",
                 expected=f"{needed / 1e6:,.0f} MB",
                 fix="more memory, or serve.keep_previous: false",

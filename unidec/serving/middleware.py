@@ -94,8 +94,12 @@ class Guard:
             self.metrics.error("internal")
             if status:
                 raise  # the answer is half sent: the connection must end
-            fix = "ask the server's operator: its log has the cause"
-            failed = RequestError(500, "internal", "the server failed", fix=fix)
+            failed = RequestError(
+                500,
+                "internal",
+                "the server failed",
+                fix="ask the server's operator: its log has the cause",
+            )
             await _refuse(failed, receive, counted_send, 0)
         finally:
             self._count_in_flight(-1)

@@ -89,8 +89,7 @@ def wrong_values(errors: Sequence[Any]) -> RequestError:
         what = "an unknown key"
         expected = "a key of this route"
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    keys = first["loc"]
-    place = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys]
+    place = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"]]
     return RequestError(
         422,
         "wrong_value",

@@ -292,8 +292,14 @@ def _read_request(request: Request, model: Any) -> Any:
 
 
 def _no_such_label(uid: str) -> RequestError:
-    fix = "GET /labels?prefix= finds labels"
-    return RequestError(404, "not_found", "no label has this uid", where="uid", got=uid, fix=fix)
+    return RequestError(
+        404,
+        "not_found",
+        "no label has this uid",
+        where="uid",
+        got=uid,
+        fix="GET /labels?prefix= finds labels",
+    )
 
 
 def _append(settings: Serve, line: bytes) -> None:
@@ -348,5 +354,10 @@ def _not_answerable(error: DataError) -> RequestError:
 
 
 def _not_ready() -> RequestError:
-    fix = "try again; GET /readyz shows the progress"
-    return RequestError(503, "not_ready", "no model is loaded yet", fix=fix, retry_after=1)
+    return RequestError(
+        503,
+        "not_ready",
+        "no model is loaded yet",
+        fix="try again; GET /readyz shows the progress",
+        retry_after=1,
+    )

@@ -163,9 +163,15 @@ def parse_request(model: Any, body: bytes) -> Any:
 
 
 def _broken(what: str, where: str, got: str) -> RequestError:
-    expected = 'JSON such as {"queries": ["a text"]}'
-    fix = "send a body as described in GET /openapi.json"
-    return RequestError(400, "broken_json", what, where=where, got=got, expected=expected, fix=fix)
+    return RequestError(
+        400,
+        "broken_json",
+        what,
+        where=where,
+        got=got,
+        expected='JSON such as {"queries": ["a text"]}',
+        fix="send a body as described in GET /openapi.json",
+    )
 
 
 class _Answer(BaseModel):

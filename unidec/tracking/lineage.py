@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from unidec.data.storage import MANIFEST, folder_sha256
 from unidec.errors import ConfigError
 from unidec.metric_names import shown
+from unidec.text_page import render_text
 from unidec.tracking.fetch import parse_address
 from unidec.tracking.promotion import aliases, all_versions, known_version
 from unidec.tracking.provenance import (
@@ -263,38 +264,9 @@ def _metrics(client: MlflowClient, version: ModelVersion) -> dict[str, float]:
 
 def as_lines(found: Sequence[Version]) -> list[str]:
     """A lineage as a tree of lines, each parent below the version that started from it."""
-    own, *parents = found
-    lock = own.lock_sha256
-    if lock and own.code["lock_commit"]:
-        lock += f", in commit {own.code['lock_commit']}"
-    facts = {
-        "bundle": own.bundle_sha256,
-        "code": _code_words(own.code),
-        "dvc.lock": lock,
-        "data set": " ".join(filter(None, own.dataset.values())),
-        **own.artifacts,
-        "differs from dvc.lock": ", ".join(own.differs),
-        "MLflow run": own.run,
-        "Prefect run": own.prefect.get("flow_run_url") or own.prefect.get("flow_run_id"),
-        "start": own.start["kind"],
-        "gate": _verdict(own.gate, f"against version {own.gate.get('champion') or 'none'}"),
-        "promoted": _words(own.promoted),
-        "rolled back": _words(own.rolled_back),
-        "restore with": "; ".join(own.restore),
-        "but it lacks": "; ".join(own.missing),
-    }
-    facts = {name: fact for name, fact in facts.items() if fact}
-    width = max(map(len, facts))
-    named = f" ({', '.join(own.aliases)})" if own.aliases else ""
-    lines = [f"{own.model} version {own.version}{named}, registered {own.registered}"]
-    lines += [f"   {name:<{width}}  {fact}" for name, fact in facts.items()]
-    if origin := own.start.get("bundle.sha256"):
-        is_refresh = own.start["kind"] == "refresh"
-        lines.append(f"└─ {'same model with other labels:' if is_refresh else 'started from'}")
-        gone = f"version {own.start.get('version')} (bundle {origin[:12]})"
-        above = as_lines(parents) if parents else [f"{gone}: deleted from the registry"]
-        lines += [f"   {line}" for line in above]
-    return lines
+    return render_text(
+        "lineage.txt", versions=found, code_words=_code_words, verdict=_verdict
+    ).splitlines()
 
 
 def columns() -> list[str]:
@@ -341,10 +313,3 @@ def _verdict(gate: Mapping[str, str], against: str = "") -> str:
         return ""
     outcome = "passed" if gate["passed"] == "true" else f"refused: {gate.get('failed', '')}"
     return f"{outcome} {against}".strip()
-
-
-def _words(part: Mapping[str, str]) -> str:
-    words = [part.get("at", ""), f"by {part['by']}" if part.get("by") else ""]
-    words += [part.get("reason", "")]
-    words += [key for key in ("dirty", "forced") if part.get(key) == "true"]
-    return " ".join(filter(None, words))

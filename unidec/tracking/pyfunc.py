@@ -59,8 +59,7 @@ class _Calls:
                     "k is out of range", where="params.k", got=k, expected=f"1 to {MAX_K}"
                 )
             # MLflow turns {"query": ["a", "b"]} into one row that holds the list
-            queries = model_input.explode("query", ignore_index=True)
-            return self._answerer.table(queries, **options)
+            return self._answerer.table(model_input.explode("query", ignore_index=True), **options)
         except (ConfigError, DataError) as error:
             raise MlflowException(str(error), error_code=INVALID_PARAMETER_VALUE) from error
 

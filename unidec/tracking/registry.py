@@ -19,6 +19,7 @@ from unidec.addresses import without_credentials
 from unidec.data.file_lock import lock_file
 from unidec.data.storage import MANIFEST, manifest_sha256, read_manifest
 from unidec.errors import ArtifactError
+from unidec.text_page import markdown_table, render_text
 from unidec.tracking.once import create_once
 from unidec.tracking.relocation import ARTIFACTS
 from unidec.tracking.store import import_mlflow, open_client, sqlite_path, tracking_uri
@@ -131,21 +132,14 @@ def model_card(card: Mapping[str, Any], sha256: str) -> str:
     facts = dict(card)
     splits = {split: values for split, values in facts.pop("metrics", {}).items() if values}
     names = sorted({name for values in splits.values() for name in values if "/" not in name})
-    lines = ["# UniDEC bundle", "", _row("metric", *splits), "|---" * (len(splits) + 1) + "|"]
+    rows = []
     for name in names:
-        shown = [f"{values[name]:.2f}" if name in values else "" for values in splits.values()]
-        lines.append(_row(name, *shown))
-    lines.append("")
-    for key, value in facts.items():
-        if not isinstance(value, (Mapping, list)):
-            lines.append(f"- {key}: {value}")
-    load = 'mlflow.pyfunc.load_model(...).predict(DataFrame({"query": [...]}), params={"k": 5})'
-    lines += ["", f"`{load}`", "", f"Bundle sha256: `{sha256}`"]
-    return without_credentials("\n".join(lines))
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+        figures = [f"{values[name]:.2f}" if name in values else "" for values in splits.values()]
+        rows.append([name, *figures])
+    table = markdown_table(["metric", *splits], rows)
+    return without_credentials(
+        render_text("model_card.md", table=table, facts=facts, sha256=sha256)
+    )
 
 
 def signature() -> ModelSignature:
@@ -206,7 +200,7 @@ def check_artifacts(experiment: Experiment | None, uri: str) -> None:
         return
     raise ArtifactError(
         "the experiment keeps its files in a folder that no longer exists",
-        where=str(path),
+        where=path,
         got=str(folder),
         expected=str(path.parent / ARTIFACTS),
         fix="mount or move it back, or replace its address in the database: docs/servers.md, "
@@ -323,8 +317,7 @@ def download(address: str, sha256: str, folder: Path | str | None) -> Path:
 
 
 def _unreadable(address: str, error: Exception) -> ArtifactError:
-    what = "the stored bundle cannot be read"
-    return ArtifactError(what, where=address, got=error, fix=_FIX)
+    return ArtifactError("the stored bundle cannot be read", where=address, got=error, fix=_FIX)
 
 
 def verify_version(model_name: str, version: str | int, sha256: str) -> None:

@@ -37,8 +37,7 @@ def ask(root: Path | str, *words: str) -> str:
     Raises:
         GitError: the command failed.
     """
-    answer = _bytes(root, *words)
-    return answer.decode(errors="replace").strip()
+    return _bytes(root, *words).decode(errors="replace").strip()
 
 
 def _bytes(root: Path | str, *words: str, given: bytes | None = None) -> bytes:

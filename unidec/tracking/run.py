@@ -8,7 +8,6 @@ again for a hundred times as long as that took: at most 1% of the time is lost."
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
@@ -28,7 +27,6 @@ from unidec.tracking.store import (
     answers,
     experiment_id,
     open_client,
-    store_errors,
     tracking_uri,
     ui_url,
 )
@@ -52,7 +50,6 @@ TRIAL_TAG = "trial"
 _VALUE_LIMIT = 6000
 _DIGEST_LIMIT = 36
 _KEY_TAG = "unidec.run_key"
-_TWIN_TAG = "unidec.twin_of"
 _EVERY = 10.0  # seconds between two flushes of a training
 _LONGEST_WARNING = 400
 _TIMES = 100  # a failed attempt is repeated after this multiple of its duration
@@ -274,30 +271,6 @@ class Tracker:
             if found := client.search_runs([place], wanted, order_by=["attributes.start_time ASC"]):
                 return next((run for run in found if run.info.run_id == self.run_id), found[0])
         return None
-
-    def twins(self) -> list[str]:
-        """Ids of other runs with this run's key that were never ended; [] if the store does not
-        answer.
-
-        They come from replies of the server that were lost after it had created a run.
-        """
-        place = self._state.get("experiment_id")
-        if not place or not self.run_id:
-            return []
-        with contextlib.suppress(*store_errors()):
-            wanted = f"{_with_key(self._state['run_key'])} and attributes.status = 'RUNNING'"
-            found = open_client(self.uri).search_runs([place], wanted)
-            return [run.info.run_id for run in found if run.info.run_id != self.run_id]
-        return []
-
-    def end_twins(self) -> int:
-        """End `twins` as KILLED, with a tag that names this run; returns their number."""
-        twins = self.twins()
-        client = open_client(self.uri)
-        for run_id in twins:
-            client.set_tag(run_id, _TWIN_TAG, str(self.run_id))
-            client.set_terminated(run_id, status="KILLED")
-        return len(twins)
 
     def _describe(self, client: MlflowClient, run: Run) -> None:
         """Send parameters, tags and data set that the run does not have yet (MLflow's parameters

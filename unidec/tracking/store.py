@@ -275,7 +275,7 @@ def open_client(uri: str) -> MlflowClient:
             raise
         raise ArtifactError(
             "the tracking database was written by another version of MLflow",
-            where=str(sqlite_path(uri) or uri),
+            where=sqlite_path(uri) or uri,
             fix=f"copy it, then: mlflow db upgrade {uri}",
         ) from error
 

@@ -41,7 +41,7 @@ def query_pairs(dataset: XMCDataset) -> TrainingPairs:
     if not np.diff(dataset.relevance.indptr)[rows].any():
         raise DataError(
             "nothing to train on: no training query has a positive",
-            where=str(dataset.path),
+            where=dataset.path,
             got=f"{len(rows)} training queries",
             fix="check the pairs and splits of the raw files",
         )

@@ -153,7 +153,7 @@ class CheckpointWriter:
                 if file_sha256(path / name) != digest:
                     raise ArtifactError(
                         "damaged file: the disk does not return the bytes that were written",
-                        where=str(path / name),
+                        where=path / name,
                         fix="check the disk",
                     )
             if self.ranks.is_first:
@@ -239,7 +239,7 @@ def _newest(run_dir: Path, read: Callable[[Path], Loaded]) -> tuple[Loaded | Non
     if rejected:
         raise ArtifactError(
             "no checkpoint of this run is complete",
-            where=str(run_dir / "checkpoints"),
+            where=run_dir / "checkpoints",
             got="; ".join(rejected),
             fix="delete the run's folder to train from the start",
         )
@@ -269,7 +269,7 @@ def read_state(run_dir: Path, path: Path, verify: bool = True) -> dict[str, Any]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError(
             "invalid state of a checkpoint",
-            where=str(path / "state.json"),
+            where=path / "state.json",
             got=repr(error),
             fix="delete the checkpoint: the one before it is used",
         ) from error
@@ -277,7 +277,7 @@ def read_state(run_dir: Path, path: Path, verify: bool = True) -> dict[str, Any]
     if verify and refresh_sha256 is not None and not _has_refresh(run_dir, refresh_sha256):
         raise ArtifactError(
             "the refresh of the checkpoint's round is missing or damaged",
-            where=str(path),
+            where=path,
             expected=f"{run_dir / 'refresh'} with sha256 {refresh_sha256}",
         )
     return state | counters
@@ -372,7 +372,7 @@ def _read_rows(path: Path, name: str, parts: list[_Held], begin: int, end: int) 
     if position != end:
         raise ArtifactError(
             "rows are missing",
-            where=str(path),
+            where=path,
             got=f"{name} up to row {position}",
             expected=f"up to row {end}",
         )

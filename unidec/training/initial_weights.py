@@ -160,7 +160,7 @@ def take_rows(
         if len(rows_KD) != len(start.uids):
             raise ArtifactError(
                 "the start's classifier must have one row for each of its labels",
-                where=str(start.model),
+                where=start.model,
                 fix=_FIX,
                 got=f"{len(rows_KD)} rows",
                 expected=f"{len(start.uids)} rows",

@@ -131,8 +131,9 @@ class Objective:
             if settings.reduction == "pol":
                 targets = one_positive(targets, len(query_BD), self._generator(step))
             with self.autocast():
-                normalise = settings.bce_normalise
-                return full_bce(query_BD, row_SD, bias_S1, scale, targets, normalise=normalise)
+                return full_bce(
+                    query_BD, row_SD, bias_S1, scale, targets, normalise=settings.bce_normalise
+                )
         logit_BS = self._products(query_BD, row_SD)
         if bias_S1 is not None:
             logit_BS = logit_BS + bias_S1.T

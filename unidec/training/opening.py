@@ -243,7 +243,7 @@ def _restore(checkpoint: Checkpoint, model: UniDEC, optimisers: Optimisers, run_
     except (KeyError, RuntimeError) as error:
         raise ArtifactError(
             "the checkpoint does not fit the model",
-            where=str(run_dir),
+            where=run_dir,
             got=str(error),
             fix="delete it, or the run's folder to start over",
         ) from error

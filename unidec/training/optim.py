@@ -276,8 +276,9 @@ class Optimisers:
         self.dense: list[nn.Parameter] = []
         for group in of_adamw:
             self.dense += group["params"]
-        eps = settings.adam_eps
-        self.adamw = torch.optim.AdamW(of_adamw, betas=(BETA1, BETA2), eps=eps, fused=True)
+        self.adamw = torch.optim.AdamW(
+            of_adamw, betas=(BETA1, BETA2), eps=settings.adam_eps, fused=True
+        )
         self.row: dict[str, RowOptimiser] = {}
         for name, table in model.tables().items():
             if name.startswith("encoder."):

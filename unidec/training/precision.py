@@ -50,8 +50,12 @@ def choose_device(device: str) -> torch.device:
             reason = "none is visible"
         except (RuntimeError, AssertionError) as error:  # no driver, an old one, torch without CUDA
             reason = str(error)
-        fix = "device: auto or cpu; or a driver and a build of torch that fit each other"
-        raise ConfigError("no usable GPU", where="device", got=reason, fix=fix)
+        raise ConfigError(
+            "no usable GPU",
+            where="device",
+            got=reason,
+            fix="device: auto or cpu; or a driver and a build of torch that fit each other",
+        )
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     number = os.environ.get("LOCAL_RANK", "0")

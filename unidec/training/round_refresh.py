@@ -84,7 +84,7 @@ class Refresh:
         if not cls.exists(path, epoch):
             raise TrainingError(
                 "clusters and hard negatives of the round are missing or damaged",
-                where=str(path),
+                where=path,
                 expected=f"the refresh after epoch {epoch}",
                 fix="run the refresh first",
             )

@@ -147,8 +147,7 @@ def _without_network(docs: Path, passed: Mapping[str, bool]) -> None:
         address = path.relative_to(docs)
         kind, table = address.parts[:2]
         name = f"{kind} of {table.removesuffix('.html')}"
-        html = path.read_text(encoding="utf-8")
-        body = html.partition("<body>")[2].partition("</body>")[0]
+        body = path.read_text(encoding="utf-8").partition("<body>")[2].partition("</body>")[0]
         page = render("docs", title=f"Data Docs: {name}", body=_EXTERNAL.sub("", body))
         path.write_text(page, encoding="utf-8")
         state = passed[table] if kind == "validations" else None

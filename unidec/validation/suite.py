@@ -212,7 +212,7 @@ def validate_dataset(
             verdict=verdict,
             docs=docs,
             texts=_texts(results, dataset, reading),
-            charts=distributions(dataset, tables, reading),
+            charts=distributions(tables),
             facts=text_counts(dataset, reading, queries, labels),
             change=change,
         )

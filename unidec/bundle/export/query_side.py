@@ -79,7 +79,7 @@ def export_onnx(
     if size > MAX_BYTES:
         raise ConfigError(
             "the encoder is too large for one ONNX file",
-            where=str(bundle.path),
+            where=bundle.path,
             got=size,
             expected=MAX_BYTES,
         )
@@ -273,7 +273,7 @@ def export_sentence_transformers(
         fix = "--head de or clf exports one head"
     if got:
         what = "modules of sentence-transformers cannot express this encoder"
-        raise ConfigError(what, where=str(bundle.path), got=got, fix=fix)
+        raise ConfigError(what, where=bundle.path, got=got, fix=fix)
     check_replaceable(Path(folder))
     try:
         from sentence_transformers import SentenceTransformer
@@ -389,5 +389,4 @@ def _keep_load_options(folder: Path, options: dict[str, bool]) -> None:
     them.
     """
     file = folder / "sentence_bert_config.json"
-    settings = read_json(file)
-    write_json(file, settings | {"model_args": options})
+    write_json(file, read_json(file) | {"model_args": options})

@@ -96,7 +96,7 @@ def check_replaceable(folder: Path) -> None:
     if kind not in ("sentence-transformers", "onnx-export"):
         raise ConfigError(
             "the folder exists and is not an earlier export",
-            where=str(folder),
+            where=folder,
             fix="name a new folder, or remove this one",
         )
 
@@ -127,7 +127,7 @@ def export_vectors(
     path = Path(target)
     root = Path(bundle)
     if path.suffix.lower() != ".parquet":
-        raise DataError("the output has an unknown format", where=str(path), expected=".parquet")
+        raise DataError("the output has an unknown format", where=path, expected=".parquet")
     manifest = read_manifest(root, bundle_folder.KIND, bundle_folder.VERSION)
     bundle_folder.check_names(root, manifest["files"])
     info = bundle_folder.read_info(root)

@@ -173,8 +173,12 @@ def _detect(root: Path) -> str:
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
-        got = ", ".join(fitting)
-        raise DataError("files of more than one layout", where=root, got=got, fix="set data.format")
+        raise DataError(
+            "files of more than one layout",
+            where=root,
+            got=", ".join(fitting),
+            fix="set data.format",
+        )
     for layout in LAYOUTS.values():
         for part in layout.needs:
             folder.find(root, part)  # raises an error if the file is there in another form

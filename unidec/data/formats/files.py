@@ -132,8 +132,12 @@ class Source:
         """Like `find`, but raises a DataError that lists the names if there is no such file."""
         if path := self.find(*names):
             return path
-        expected = " or ".join(f"{name}[.gz]" for name in names)
-        raise DataError("a file is missing", where=self.root, expected=expected, fix="add it")
+        raise DataError(
+            "a file is missing",
+            where=self.root,
+            expected=" or ".join(f"{name}[.gz]" for name in names),
+            fix="add it",
+        )
 
     def name(self, path: Path) -> str:
         """Relative path of a file, which is added to `read`."""
@@ -318,8 +322,13 @@ def read_filter_text(source: Source, path: Path) -> Pairs:
             if line.strip():
                 report("not `query_row label_row`", number, _shown(line))
     query_P, label_P, line_P = np.asarray(numbers, dtype=np.int64).reshape(-1, 3).T
-    at = (source.name(path), line_P.__getitem__)
-    return Pairs(source=source, at=at, query_P=query_P, label_P=label_P, value_P=None)
+    return Pairs(
+        source=source,
+        at=(source.name(path), line_P.__getitem__),
+        query_P=query_P,
+        label_P=label_P,
+        value_P=None,
+    )
 
 
 def read_npz(source: Source, path: Path, shape: tuple[int, int]) -> Pairs:

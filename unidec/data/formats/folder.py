@@ -43,8 +43,12 @@ def find(root: Path, names: Sequence[str]) -> Path | None:
             raise _in_parts(path, parts)
         check_file(path)
     if len(paths) > 1:
-        got = ", ".join(path.relative_to(root).as_posix() for path in paths)
-        raise DataError("two files for the same table", where=root, got=got, fix="keep one of them")
+        raise DataError(
+            "two files for the same table",
+            where=root,
+            got=", ".join(path.relative_to(root).as_posix() for path in paths),
+            fix="keep one of them",
+        )
     if not paths:
         check_other_forms(root, names)
     return paths[0] if paths else None

@@ -76,8 +76,12 @@ class PairMatrix:
             raise DataError("pairs have the wrong shape", where="pairs", got=got, expected=shape)
         kind = self.matrix.dtype
         if kind.kind not in "biuf":
-            what = "the matrix does not hold numbers"
-            raise DataError(what, where="pairs", got=kind, expected="numbers of at least 0")
+            raise DataError(
+                "the matrix does not hold numbers",
+                where="pairs",
+                got=kind,
+                expected="numbers of at least 0",
+            )
         value_P = self.matrix.data.astype(np.float64)
         stored = value_P != 0
         row_P = self.matrix.row[stored]
@@ -126,16 +130,21 @@ def listed(given: Any, what: str) -> list[Any]:
     if isinstance(given, str | bytes):
         raise DataError("expected a list of texts, got a single text", where=what, fix="[text]")
     if isinstance(given, np.ndarray) and given.ndim != 1:
-        got = f"an array of shape {given.shape}"
-        raise DataError("expected a list of texts", where=what, got=got, expected="one dimension")
+        raise DataError(
+            "expected a list of texts",
+            where=what,
+            got=f"an array of shape {given.shape}",
+            expected="one dimension",
+        )
     if isinstance(given, Sequence):
         return list(given)
     # of numpy and pandas, Arrow, polars
     for name in ("tolist", "to_pylist", "to_list"):
         if hasattr(given, name) and not hasattr(given, "columns"):
             return list(getattr(given, name)())
-    kind = type(given).__name__
-    raise DataError("expected a list of texts", where=what, got=kind, fix=f"list({what})")
+    raise DataError(
+        "expected a list of texts", where=what, got=type(given).__name__, fix=f"list({what})"
+    )
 
 
 def _text_table(
@@ -229,16 +238,23 @@ def _refuse_named_index(frame: pd.DataFrame, what: str) -> None:
     """Raise a DataError for an index that holds a column, which would not be read."""
     names = [str(name) for name in frame.index.names if name is not None]
     if names or isinstance(frame.index, pd.MultiIndex):
-        fix = "reset_index() if it is needed, else reset_index(drop=True)"
-        got = ", ".join(names) or "several levels"
-        raise DataError("the index would not be read", where=what, got=got, fix=fix)
+        raise DataError(
+            "the index would not be read",
+            where=what,
+            got=", ".join(names) or "several levels",
+            fix="reset_index() if it is needed, else reset_index(drop=True)",
+        )
 
 
 def _list_of_pairs(source: Given, given: Any, num_queries: int) -> Table:
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence | Set):
-        got = type(given).__name__
-        fix = "list(pairs)" if isinstance(given, Iterator) else None
-        raise DataError("pairs cannot be read", where="pairs", got=got, expected=_PAIRS, fix=fix)
+        raise DataError(
+            "pairs cannot be read",
+            where="pairs",
+            got=type(given).__name__,
+            expected=_PAIRS,
+            fix="list(pairs)" if isinstance(given, Iterator) else None,
+        )
     entries = list(given)
     lengths = [len(one) if isinstance(one, tuple | list | np.ndarray) else 0 for one in entries]
     # several forms: those of the shortest are pairs
@@ -303,13 +319,20 @@ def _table(
     check_names(names, allowed, what)
     unknown = ", ".join(name for name in names if name not in allowed)
     if unknown:
-        expected = ", ".join(allowed)
         raise DataError(
-            "unknown columns", where=what, got=unknown[:300], expected=expected, fix="remove them"
+            "unknown columns",
+            where=what,
+            got=unknown[:300],
+            expected=", ".join(allowed),
+            fix="remove them",
         )
     if len({len(column) for column in values}) > 1:
-        got = ", ".join(f"{name}: {len(column)}" for name, column in named)
-        raise DataError("columns of different lengths", where=what, got=got, expected="one length")
+        raise DataError(
+            "columns of different lengths",
+            where=what,
+            got=", ".join(f"{name}: {len(column)}" for name, column in named),
+            expected="one length",
+        )
     rows = _rows(source, what, names, zip(*values, strict=True))
     return table_of(rows, what, source, columns)
 

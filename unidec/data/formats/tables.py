@@ -228,8 +228,12 @@ def check_columns(
     """Raise a DataError if a needed column is missing."""
     missing = [column for column in needed if column not in names]
     if missing:
-        expected = ", ".join(needed) + "".join(f" [, {column}]" for column in optional)
-        raise columns_missing(where, names, missing, expected)
+        raise columns_missing(
+            where,
+            names,
+            missing,
+            ", ".join(needed) + "".join(f" [, {column}]" for column in optional),
+        )
 
 
 def table_of(

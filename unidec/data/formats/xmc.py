@@ -81,11 +81,10 @@ def _check_no_pairs(source: Source, queries: Sequence[str], pairs: Sequence[str]
     for name in pairs:
         path = source.find(name)
         if path is not None:
-            expected = " or ".join(queries)
             raise DataError(
                 "pairs of queries that are missing",
                 where=path,
-                expected=expected,
+                expected=" or ".join(queries),
                 fix="add the queries, or remove this file",
             )
 
