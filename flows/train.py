@@ -35,7 +35,7 @@ from flows.decide import decide, share
 from flows.decide import summary as in_words  # noqa: F401  what `flows.command` prints
 from flows.lifecycle import run
 from unidec import pipeline
-from unidec.config import Params, fingerprint, load_params
+from unidec.config import Params, fingerprint, leaves, load_params, nested
 from unidec.errors import ConfigError, UnidecError
 from unidec.pipeline.lock import one_at_a_time
 from unidec.pipeline.runs import tracked
@@ -225,17 +225,15 @@ def _own_folder(params: Params) -> Iterator[Params]:
 
     Paths in the parameters and the tracking store stay the same.
     """
-
-    def absolute(path: str) -> str:
-        return str(Path(path).resolve()) if path and Path(path).exists() else path
-
-    sources = {"name": absolute(params.encoder.name), "start": absolute(params.encoder.start)}
-    encoder = params.encoder.model_copy(update=sources)
-    data = params.data.model_copy(update={"path": str(Path(params.data.path).resolve())})
+    values = dict(leaves(params))
+    for key in ("data.path", "encoder.name", "encoder.start", "teacher.bundle"):
+        path = Path(values[key])
+        if key == "data.path" or (values[key] and path.exists()):
+            values[key] = str(path.resolve())
     folder = Path("runs") / "own" / fingerprint(params)[:12]
     folder.mkdir(parents=True, exist_ok=True)
     lifecycle.say(f"other parameters than params.yaml: outputs go to {folder}, DVC is not used")
-    inside = params.model_copy(update={"data": data, "encoder": encoder})
+    inside = Params.model_validate(nested(values))
     try:
         with (
             lifecycle.environment("MLFLOW_TRACKING_URI", tracking_uri(".")),

@@ -180,6 +180,7 @@ def test_strict_types(tmp_path: Path) -> None:
     assert load(tmp_path, "index: {clf_weight: 2}").index.clf_weight == 2
 
 
+TAUGHT = {"teacher.bundle": "teacher"}
 SIMCSE = {"pool.simcse": True, "pool.eta": 0, "model.heads": "de", "index.space": "de"}
 SURROGATE = {
     "model.surrogate": 2,
@@ -235,6 +236,14 @@ CONFLICTING = [
         "loss.mixup",
         {"loss.mixup": "queries", "loss.clf": "bce", "loss.clf_bce": 0.0, "pool.clf_labels": "all"},
     ),
+    ("run.devices", TAUGHT | {"run.devices": 2}),
+    (
+        "pool.clf_labels",
+        TAUGHT | {"loss.clf": "bce", "loss.clf_bce": 0.0, "pool.clf_labels": "all"},
+    ),
+    ("loss.mixup", TAUGHT | {"loss.mixup": "queries"}),
+    ("pool.simcse", TAUGHT | SIMCSE),
+    ("model.surrogate", TAUGHT | SURROGATE),
     ("model.heads", {"pool.simcse": True, "pool.eta": 0}),
     ("pool.eta", SIMCSE | {"pool.eta": 1}),
     ("pool.de_labels", SIMCSE | {"pool.de_labels": "all"}),
@@ -307,8 +316,8 @@ def test_every_conflict_is_tested_and_names_real_keys() -> None:
     files = Path(config.__file__).parent.glob("*.py")
     written = sum(file.read_text().count("yield Conflict(") for file in files)
     # soft top-k, of both heads; gates, graph, queries of a residual row; seven keys of SimCSE, six
-    # of Astec's surrogate, four of a label tree
-    in_loops = 3 + 16
+    # of Astec's surrogate, four of a label tree, five of a teacher
+    in_loops = 3 + 21
     assert len({(conflict.keys, conflict.what) for conflict in found}) == written + in_loops
 
 

@@ -88,6 +88,14 @@ SPEC = {
         "loss.clf": "ds",
         "tokens.text": "title+content",
     },
+    "unidec-taught": {
+        "model.heads": "both",
+        "loss.reduction": "psl",
+        "loss.de": "ds",
+        "loss.clf": "ds",
+        "teacher.weight": 1.0,
+        "teacher.bundle": "",
+    },
     "unidec-v2": UNIDEC
     | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 0.0, "pool.size": 3000},
     "unidec-v2-bce": UNIDEC

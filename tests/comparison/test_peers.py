@@ -4,6 +4,7 @@ back from it.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -348,14 +349,107 @@ def test_ending_the_group_ends_the_script_too(folder):
 # --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["st-static", "st-transformer"])
-def test_sentence_transformers_learns(name, tiny_dataset, tiny_bert, folder):
-    """Only where its own packages are installed: accelerate and datasets are no
-    packages of ours.
+@pytest.fixture
+def sentence():
+    """The script as a module, only where its own packages are installed: accelerate and datasets
+    are no packages of ours.
     """
     for package in ("sentence_transformers", "datasets", "accelerate"):
         pytest.importorskip(package)
+    return importlib.import_module("unidec.comparison.peers.sentence")
+
+
+def some_pairs(rng, *, mined):
+    """Pairs of texts, some labels with the text of a query: columns, and each query's labels."""
+    labels = [f"label {i}" for i in range(30)] + [f"query {i}" for i in range(5)]
+    columns = {"anchor": [], "positive": []}
+    relevant = {}
+    for query in (f"query {i}" for i in range(60)):
+        own = set(rng.choice(labels, rng.integers(1, 5), replace=False).tolist()) | {labels[0]}
+        relevant[query] = own
+        columns["anchor"] += [query] * len(own)
+        columns["positive"] += sorted(own)
+    if mined:
+        columns["negative"] = [
+            rng.choice([label for label in labels if label not in relevant[query]])
+            for query in columns["anchor"]
+        ]
+    return columns, relevant
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mined", [False, True])
+def test_no_label_of_a_query_is_in_another_row_of_its_batch(sentence, mined):
+    columns, relevant = some_pairs(np.random.default_rng(1), mined=mined)
+    sampler = sentence.LabelsApart(
+        sentence.Dataset.from_dict(columns),
+        batch_size=8,
+        drop_last=False,
+        generator=sentence.torch.Generator(),
+    )
+    epochs = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        batches = list(sampler)
+        assert sorted(row for batch in batches for row in batch) == list(
+            range(len(columns["anchor"]))
+        )
+        assert len(batches) >= len(sampler)
+        assert max(map(len, batches)) == 8
+        for batch in batches:
+            texts = [{columns[name][row] for name in columns if name != "anchor"} for row in batch]
+            for i, row in enumerate(batch):
+                query = columns["anchor"][row]
+                others = set().union(*texts[:i], *texts[i + 1 :])
+                assert not others & (relevant[query] | {query} | texts[i])
+        epochs.append(batches)
+    assert epochs[0] != epochs[1]
+    sampler.set_epoch(0)
+    assert list(sampler) == epochs[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_mined_negative_is_the_hardest_label_below_the_margin(sentence, tiny_dataset, tiny_bert):
+    rows = tiny_dataset.rows("train")
+    texts = tiny_dataset.query_texts(rows)
+    labels = tiny_dataset.label_texts()
+    model = sentence.static_model(tiny_bert, texts, 16)
+    pairs = {"anchor": [], "positive": []}
+    relevant = {}
+    for text, row in zip(texts, rows, strict=True):
+        for label in tiny_dataset.relevance[[row]].indices:
+            pairs["anchor"].append(text)
+            pairs["positive"].append(labels[label])
+            relevant.setdefault(text, set()).add(labels[label])
+    mined = sentence.with_negatives(model, sentence.Dataset.from_dict(pairs), labels)
+    assert mined.column_names == ["anchor", "positive", "negative"]
+    assert 0 < len(mined) <= len(pairs["anchor"])
+    vectors = {
+        text: vector for text, vector in zip(labels, model.encode(labels).tolist(), strict=True)
+    }
+
+    def cosine(text, label):
+        (query,) = model.encode([text]).tolist()
+        return (
+            np.dot(query, vectors[label]) / np.linalg.norm(query) / np.linalg.norm(vectors[label])
+        )
+
+    for text in sorted(set(mined["anchor"]))[:10]:
+        (negative,) = {row["negative"] for row in mined if row["anchor"] == text}
+        lowest = min(cosine(text, label) for label in relevant[text])
+        limit = lowest - 0.05 * abs(lowest)
+        below = [
+            score
+            for label in set(labels) - relevant[text]
+            if (score := cosine(text, label)) <= limit + 1e-6
+        ]
+        assert negative not in relevant[text]
+        assert cosine(text, negative) == pytest.approx(max(below), abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["st-static", "st-transformer"])
+def test_sentence_transformers_learns(sentence, name, tiny_dataset, tiny_bert, folder):
     settings = SETTINGS | {
         "encoder": str(tiny_bert),
         "epochs": 6,

@@ -29,6 +29,7 @@ from unidec.data.dataset import XMCDataset, write_dataset
 from unidec.data.raw import RawData
 from unidec.data.storage import read_json_lines
 from unidec.data.tokens import TokenCache, build_token_cache
+from unidec.methods.teacher import TeacherVectors
 from unidec.training import trainer as trainer_module
 from unidec.training.trainer import Trainer, TrainingData
 
@@ -83,6 +84,17 @@ def label_graph(params: Params, dataset: XMCDataset) -> csr_matrix:
     )
 
 
+def teacher(params: Params, dataset: XMCDataset) -> TeacherVectors | None:
+    """A teacher of random vectors, for the recipe that has one."""
+    if params.recipe != "unidec-taught":
+        return None
+    rng = np.random.default_rng(7)
+    label_LE = rng.standard_normal((dataset.num_labels, 5)).astype(np.float32)
+    rows_n = np.arange(dataset.num_queries + dataset.num_labels)
+    query_nE = rng.standard_normal((len(rows_n), 5)).astype(np.float16)
+    return TeacherVectors(rows_n, query_nE, label_LE.__getitem__)
+
+
 def first_steps(
     recipe: str, raw: RawData, transformer: Path, folder: Path
 ) -> list[dict[str, float]]:
@@ -106,7 +118,7 @@ def first_steps(
             # opened again for each round, as the stages do
             trainer = Trainer(
                 params.training,
-                TrainingData(dataset, tokens[0], tokens[1], graph),
+                TrainingData(dataset, tokens[0], tokens[1], graph, teacher(params, dataset)),
                 folder / "run",
                 folder / "cache",
             )

@@ -194,6 +194,27 @@ def unidec_cpu(c, tau=TAU):
     return (de + clf) / 2
 
 
+def taught(c):
+    """UniDEC's loss, and for each head the mean over queries of sum_l p_l log(p_l / q_l): p of the
+    teacher, q of the head, over the labels of its pool but ignored ones.
+    """
+    teacher = c.trainer.batches.methods.score_losses[0].vectors
+    pools = [(c.de, c.batch.pool.pool_S, c.pool[1])]
+    pools += [(c.clf, np.arange(c.trainer.dataset.num_labels), c.every[1])]
+    divergences = []
+    for score, labels, skip in pools:
+        for i, row in enumerate(c.batch.pool.rows_B):
+            seen = np.flatnonzero(~skip[i])
+            query = torch.from_numpy(teacher.query_nE[row].astype(np.float64))
+            theirs = torch.stack(
+                [query @ torch.from_numpy(teacher.of_labels(label)).double() for label in labels]
+            )
+            p = torch.softmax(theirs[seen] / TAU, 0)
+            q = torch.softmax(score[i, seen] / TAU, 0)
+            divergences.append((p * (p.log() - q.log())).sum())
+    return unidec_cpu(c) + torch.stack(divergences).sum() / len(c.batch.pool.rows_B) / 2
+
+
 def siamesexml(c):
     """Triplet with the hardest negative, every positive, both ways, on both heads."""
     triplets = [
@@ -221,6 +242,7 @@ FORMULAS = {
     "decaf": of_classifier,
     "unidec": unidec_cpu,
     "unidec-long": unidec_cpu,
+    "unidec-taught": taught,
     "unidec-v2": unidec_v2,
     "unidec-v2-bce": unidec_v2_bce,
     "unidec-gpu": lambda c: unidec_cpu(c, 0.02),
@@ -270,7 +292,7 @@ class Case:
         torch.manual_seed(int(rng.integers(2**31)))
         trainer = Trainer(
             params.training,
-            TrainingData(dataset, *tokens.values(), graph),
+            TrainingData(dataset, *tokens.values(), graph, golden.teacher(params, dataset)),
             folder / "run",
             folder / "cache",
         )

@@ -306,7 +306,7 @@ def test_a_champion_that_knows_the_test_queries_is_no_start(work, tiny_raw):
     severity = {"validation.test_texts_in_train": "warn"}
     assert words in pipeline.choose_start(work.params(**severity), "warm").reason
     assert start.check_start(work.params(**severity)) == [
-        f"the model that training starts from {found.reason[25:]}"
+        f"the model that training starts or learns from {found.reason[25:]}"
     ]
     paths.START.write_bytes(COLD)
     named = work.params(**{"encoder.start": str(work.bundle / "model")})

@@ -88,8 +88,9 @@ def tune(
 def _job_of(params: Params) -> Job:
     """The training of these parameters, for a process in another folder."""
     values = dict(leaves(params)) | {"tracking.experiment": EXPERIMENT}
-    if params.encoder.start:
-        values["encoder.start"] = str(Path(params.encoder.start).resolve())
+    for key in ("encoder.start", "teacher.bundle"):
+        if values[key]:
+            values[key] = str(Path(values[key]).resolve())
     path = params.data.path
     tokens = params.tokens
     return Job(

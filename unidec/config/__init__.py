@@ -39,4 +39,14 @@ from unidec.config.params import (
 )
 from unidec.config.section import Conflict, Count, Result, Section, Seed
 from unidec.config.serving_sections import Drift, Gate, Index, Retrain, Serve, Tracking
-from unidec.config.training_sections import Encoder, Loss, Mining, Model, Optim, Pool, Run, Warm
+from unidec.config.training_sections import (
+    Encoder,
+    Loss,
+    Mining,
+    Model,
+    Optim,
+    Pool,
+    Run,
+    Teacher,
+    Warm,
+)

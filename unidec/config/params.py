@@ -15,7 +15,16 @@ from typing import Any, Literal
 from unidec.config.data_sections import Data, LabelGraph, RawBounds, Source, Tokens, Validation
 from unidec.config.section import Conflict, Result, Section, Seed, key
 from unidec.config.serving_sections import Drift, Gate, Index, Retrain, Serve, Tracking
-from unidec.config.training_sections import Encoder, Loss, Model, Optim, Pool, Run, Warm
+from unidec.config.training_sections import (
+    Encoder,
+    Loss,
+    Model,
+    Optim,
+    Pool,
+    Run,
+    Teacher,
+    Warm,
+)
 
 # no hard negatives, no propensities
 _NO_DRAWS = {"pool.eta": 0, "pool.positives": "uniform", "loss.weights": "none"}
@@ -38,6 +47,7 @@ class TrainingSettings:
     model: Model
     pool: Pool
     loss: Loss
+    teacher: Teacher
     optim: Optim
     run: Run
     propensity: tuple[float, float]
@@ -64,6 +74,7 @@ class Params(Section):
     model: Model = Model()
     pool: Pool = Pool()
     loss: Loss = Loss()
+    teacher: Teacher = Teacher()
     optim: Optim = Optim()
     index: Index = Index()
     run: Run = Run()
@@ -78,7 +89,7 @@ class Params(Section):
     @property
     def training(self) -> TrainingSettings:
         """The parameters that training reads."""
-        names = ("seed", "device", "encoder", "model", "pool", "loss", "optim", "run")
+        names = ("seed", "device", "encoder", "model", "pool", "loss", "teacher", "optim", "run")
         return TrainingSettings(
             **{name: getattr(self, name) for name in names},
             propensity=(self.data.propensity_a, self.data.propensity_b),
@@ -133,6 +144,17 @@ class Params(Section):
                 "a shortlist requires a label tree",
                 "model.levels: [32, 4], or pool.shortlist: 0",
             )
+        if self.teacher.bundle:
+            what = "a teacher scores unmixed queries and their pools' labels, on one device"
+            needed = {
+                "pool.simcse": False,
+                "model.surrogate": 0,
+                "loss.mixup": "none",
+                "run.devices": 1,
+            }
+            if self.loss.clf == "bce" and self.model.heads != "de":
+                needed["pool.clf_labels"] = "pool"
+            yield from self._needed('teacher.bundle: ""', what, needed)
         if self.optim.patience and not (self.data.validation_share or self.data.validation_sample):
             yield Conflict(
                 "optim.patience data.validation_share data.validation_sample",

@@ -336,6 +336,16 @@ class Loss(Section):
     )
 
 
+class Teacher(Section):
+    """An earlier model whose scores both heads learn too (knowledge distillation)."""
+
+    decides: ClassVar[tuple[Result, ...]] = ("training",)
+
+    bundle: str = key("", "folder of the teacher's bundle, with the same labels; empty: no teacher")
+    weight: Positive = key(1.0, "weight of the teacher's loss beside each head's own")
+    temperature: Positive = key(1 / 18, "the teacher's scores are divided by it")
+
+
 class Optim(Section):
     """Optimisers, learning rates and stopping."""
 

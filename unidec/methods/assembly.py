@@ -32,6 +32,7 @@ from unidec.methods.residual_rows import RELATED_GATE, RelatedTexts, ResidualRow
 from unidec.methods.simcse import texts_as_labels
 from unidec.methods.surrogate import ClusterRows
 from unidec.methods.synonyms import Synonyms, similar_tokens
+from unidec.methods.teacher import TeacherLoss, TeacherVectors
 from unidec.model.additions import Additions, Exported, Methods, Part, Rows, TextInput
 from unidec.model.pool import PoolSampler, TrainingPairs, num_clusters
 from unidec.model.unidec import UniDEC
@@ -136,6 +137,7 @@ def chosen_methods(
     autocast: Callable[[], AbstractContextManager[Any]],
     *,
     tokens: Mapping[str, Tokens] | None = None,
+    teacher: TeacherVectors | None = None,
 ) -> tuple[Methods, TrainingPairs]:
     """The methods of a training whose clusters of labels are known, and the pairs that it uses.
 
@@ -150,6 +152,7 @@ def chosen_methods(
     methods = Methods(
         rows=rows,
         losses=[tree] if tree else [],
+        score_losses=[TeacherLoss(teacher, settings.teacher)] if teacher else [],
         changes=[MixUp(settings.loss)] if settings.loss.mixup != "none" else [],
         reads_labels=settings.model.auxiliary > 0,
         export=partial(export_of, settings.model, rows),

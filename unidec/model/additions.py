@@ -1,9 +1,10 @@
 """What the method of a single paper may add: the interfaces by which model, batches, objective and
 trainer call it.
 
-A method may change how the classifier's rows are made (`Rows`), add a loss (`FurtherLoss`) or
-change a batch (`Change`). `Additions` are the parts that it adds to a model. The methods are in
-`unidec.methods`, which also chooses those that a recipe names; the core knows none of them.
+A method may change how the classifier's rows are made (`Rows`), add a loss (`FurtherLoss`, or
+`ScoreLoss` on each head's scores) or change a batch (`Change`). `Additions` are the parts that it
+adds to a model. The methods are in `unidec.methods`, which also chooses those that a recipe names;
+the core knows none of them.
 
 Legend: B queries of a batch, S labels that a head scores, L labels, M further queries, D width of a
 head, W width of the encoder.
@@ -155,6 +156,19 @@ class FurtherLoss(Drawing, Protocol):
         """The loss, 0-d, from the queries' encoder outputs; `head_loss` is the classifier's."""
 
 
+class ScoreLoss(Drawing, Protocol):
+    """A loss on the scores of each head, added to the head's own."""
+
+    def loss(self, head: str, logit_BS: Tensor, targets: PoolTargets, batch: Prepared) -> Tensor:
+        """The loss, 0-d.
+
+        Args:
+            head: "de" or "clf".
+            logit_BS: scores divided by the temperature; may be overwritten.
+            targets: the head's pairs.
+        """
+
+
 class Change(Drawing, Protocol):
     """A change of a step's batch."""
 
@@ -200,6 +214,7 @@ class Methods:
 
     rows: Rows
     losses: Sequence[FurtherLoss] = ()
+    score_losses: Sequence[ScoreLoss] = ()
     changes: Sequence[Change] = ()
     reads_labels: bool = False
     export: Callable[[], Exported] = Exported
@@ -209,6 +224,6 @@ class Methods:
     def draw(self, drawn: Drawn) -> tuple[dict[str, Any], np.ndarray]:
         """By name what methods need for a batch; rows of further queries to encode, int64 [M]."""
         of_rows, further = self.rows.draw(drawn)
-        drawing: list[Drawing] = [*self.losses, *self.changes]
+        drawing: list[Drawing] = [*self.losses, *self.score_losses, *self.changes]
         added = {method.name: method.draw(drawn) for method in drawing}
         return {self.rows.name: of_rows, **added}, further

@@ -11,7 +11,7 @@ import json
 
 from unidec.code import code_sha256
 from unidec.config import RESULTS, Params, keys_deciding, leaves
-from unidec.data.storage import write_bytes_atomic
+from unidec.data.storage import folder_sha256, write_bytes_atomic
 from unidec.pipeline import paths
 
 
@@ -27,6 +27,8 @@ def inputs(params: Params) -> dict[str, str]:
     for result in ("checks", *RESULTS):
         decides = {"code": code_sha256(result)}
         decides |= {key: values[key] for key in keys_deciding(result, warm=True)}
+        if decides.get("teacher.bundle"):  # the hash of its content replaces the path
+            decides["teacher.bundle"] = folder_sha256(params.teacher.bundle)
         content = json.dumps(decides, indent=1).encode() + b"\n"
         file = paths.INPUTS / f"{result}.json"
         if not file.is_file() or file.read_bytes() != content:

@@ -2,9 +2,9 @@
 changed, a model can meet queries in the test split that it was trained on.
 
 A training records hashes of the texts of its training and validation queries in the model's folder,
-together with those of the model that it started from. Without this record (older models), they are
-those that vote in the bundle, or those of the data set if the bundle was trained on the current
-one.
+together with those of the models that it started from or learnt from. Without this record (older
+models), they are those that vote in the bundle, or those of the data set if the bundle was trained
+on the current one.
 
 Legend: N queries of the data set, n test queries, Q queries that a model has seen.
 """
@@ -12,7 +12,7 @@ Legend: N queries of the data set, n test queries, Q queries that a model has se
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -77,20 +77,21 @@ class Unseen:
     check: Check
 
 
-def write_record(out: Folder, dataset: XMCDataset, text: Text, start: Path | None) -> None:
+def write_record(out: Folder, dataset: XMCDataset, text: Text, earlier: Iterable[Path]) -> None:
     """Record the queries that a training has seen in the folder of its model.
 
     Args:
-        start: folder of the model that training started from; None: from scratch.
+        earlier: folders of the models that training started from or learnt from.
     """
     hash_Q = _of_dataset(dataset, text).hash_Q
     complete = True
-    if start is not None:
-        complete = False
-        before = of_model(start)
+    for model in earlier:
+        before = of_model(model)
         if before is not None and before.text == text:
-            complete = before.complete
+            complete = complete and before.complete
             hash_Q = np.union1d(hash_Q, before.hash_Q)
+        else:
+            complete = False
     np.save(out.path / RECORD, hash_Q)
     out.meta[SEEN_KEY] = {"text": text, "complete": complete}
 

@@ -231,45 +231,51 @@ def _leak(params: Params, model: Path) -> tuple[str, bool]:
     return f"{TRAINED_ON} {counted}", limit.severity == "error"
 
 
-def first_model(params: Params) -> Path | None:
-    """Folder of the model that training starts from, by data/start.json or `encoder.start`; None:
-    from scratch.
+def earlier_models(params: Params) -> dict[str, Path]:
+    """Folders of the models that training learns from, by what names them: the one that it starts
+    from, and its teacher.
     """
+    models = {}
     if params.encoder.start:
-        return Path(params.encoder.start)
-    start = open_start()
-    return None if start is None else start.model
+        models["encoder.start"] = Path(params.encoder.start)
+    elif start := open_start():
+        models[str(paths.START)] = start.model
+    if params.teacher.bundle:
+        models["teacher.bundle"] = Path(params.teacher.bundle) / "model"
+    return models
 
 
 def check_start(params: Params) -> list[str]:
-    """Check that the model which training starts from was not trained on the test queries of the
-    current data.
+    """Check that the models which training starts from or learns from were not trained on the test
+    queries of the current data.
 
     The start is chosen before; since then, the data may have changed.
 
     Returns:
-        a sentence if such a start is accepted (`validation.test_texts_in_train`), else
-        nothing.
+        a sentence for each such model that is accepted (`validation.test_texts_in_train`).
 
     Raises:
         ConfigError: the model was trained on test queries, so that the figures of a new model would
         be worthless.
         ArtifactError: the model is missing or damaged.
     """
-    model = first_model(params)
-    words, is_refused = ("", False) if model is None else _leak(params, model)
-    if is_refused:
-        raise ConfigError(
-            "a training cannot start from a model that knows the test queries",
-            where=params.encoder.start or paths.START,
-            got=f"the model {words}",
-            expected=f"at most {params.validation.limit('test_texts_in_train').share:.1%}",
-            fix=(
-                'start from scratch (make train ARGS="--force --start cold"), or accept it: '
-                f"{seen.ACCEPT}"
-            ),
-        )
-    return [f"the model that training starts from {words}"] if words else []
+    accepted = []
+    for place, model in earlier_models(params).items():
+        words, is_refused = _leak(params, model)
+        if is_refused:
+            raise ConfigError(
+                "a training cannot start or learn from a model that knows the test queries",
+                where=place,
+                got=f"the model {words}",
+                expected=f"at most {params.validation.limit('test_texts_in_train').share:.1%}",
+                fix=(
+                    'start from scratch (make train ARGS="--force --start cold") and without a '
+                    f"teacher, or accept it: {seen.ACCEPT}"
+                ),
+            )
+        if words:
+            accepted.append(f"the model that training starts or learns from {words}")
+    return accepted
 
 
 def _listed(keys: list[str], most: int = 4) -> str:

@@ -40,12 +40,13 @@ from unidec.pipeline.ranking import Ranking, validation_metrics
 from unidec.pipeline.seen import write_record
 from unidec.pipeline.start import (
     check_start,
+    earlier_models,
     effective,
-    first_model,
     open_start,
     read_start,
     run_identity,
 )
+from unidec.pipeline.teaching import open_teacher
 from unidec.pipeline.training_record import begin_tracking
 from unidec.progress import say
 from unidec.tracking.run import Tracker, reconcile_runs
@@ -85,6 +86,7 @@ def open_trainer(
             paths.open_tokens("queries", verify),
             paths.open_tokens("labels", verify),
             paths.open_label_graph(params, verify),
+            open_teacher(params),
         ),
         Path(run_dir),
         paths.CACHE,
@@ -255,10 +257,10 @@ class Run:
         """
         start = read_start()
         trainer = self.trainer
-        first = first_model(self.params)
+        earlier = earlier_models(self.params).values()
         with write_folder(paths.MODEL, KIND, VERSION, {"run": self.folder.name}) as out:
             trainer.export(out, {"start": start.model_dump()} if start else None)
-            write_record(out, paths.open_dataset(False), self.params.tokens.text, first)
+            write_record(out, paths.open_dataset(False), self.params.tokens.text, earlier)
             for name in (HISTORY, ROUNDS):
                 if (self.folder / name).is_file():
                     shutil.copyfile(self.folder / name, out.path / name)

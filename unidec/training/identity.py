@@ -19,7 +19,7 @@ from unidec.code import code_sha256
 from unidec.config import keys_deciding, value_at, what_decides
 from unidec.data import tokens
 from unidec.data.dataset import XMCDataset
-from unidec.data.storage import files_sha256, read_manifest
+from unidec.data.storage import files_sha256, folder_sha256, read_manifest
 from unidec.data.tokens import TokenCache
 from unidec.errors import ConfigError
 from unidec.model.weights import start_sha256
@@ -41,11 +41,11 @@ def run_identity(
 
     Returns:
         `{"optim.lr_clf": "0.003", ...}` (values as JSON), and sha256 as "data", "tokens.queries",
-        "tokens.labels", "tokenizer" and "code", and as "encoder.start", "start" and "label_graph"
-        if the run uses them.
+        "tokens.labels", "tokenizer" and "code", and as "encoder.start", "teacher.bundle", "start"
+        and "label_graph" if the run uses them.
 
     Raises:
-        ArtifactError: there is no model at `encoder.start`.
+        ArtifactError: there is no model at `encoder.start`, or no bundle at `teacher.bundle`.
     """
     pool = parameters["pool"]
     reads_graph = pool["gandalf"] or parameters["model"]["clf_graph"]
@@ -58,6 +58,8 @@ def run_identity(
     identity = {key: json.dumps(value_at(parameters, key)) for key in keys}
     if parameters["encoder"]["start"]:  # the hash of its content replaces the path
         identity["encoder.start"] = start_sha256(parameters["encoder"]["start"])
+    if teacher := value_at(parameters, "teacher.bundle"):  # likewise
+        identity["teacher.bundle"] = folder_sha256(teacher)
     if start is not None:  # the other keys of `warm` are in `optim` already
         identity["start"] = start
         identity["warm.keep"] = json.dumps(parameters["warm"]["keep"])

@@ -56,7 +56,8 @@ class Objective:
         self.autocast = autocast
 
     def losses(self, x_BW: Tensor, batch: Prepared, step: int) -> dict[str, Tensor]:
-        """Weighted losses of the heads: balance * L_D, (1 - balance) * (L_C + clf_bce * BCE).
+        """Weighted losses of the heads: balance * L_D, (1 - balance) * (L_C + clf_bce * BCE), each
+        with what methods add on the head's scores.
 
         Args:
             x_BW: the encoder's outputs for this rank's texts of the batch: queries, then pool
@@ -108,9 +109,12 @@ class Objective:
         label_SD = self._labels(de_BD[num_queries:], sizes, targets)
         similarity_BS = self._products(query_BD, label_SD)
         settings = self.settings
-        return self.loss(
+        loss = self.loss(
             settings.de, similarity_BS, scale, targets, forward=settings.de_forward, step=step
         )
+        for method in self.methods.score_losses:
+            loss = loss + method.loss("de", similarity_BS * scale, targets, batch)
+        return loss
 
     def _clf_loss(self, x_BW: Tensor, batch: Prepared, step: int) -> Tensor:
         """L_C + clf_bce * BCE: queries against the classifier's rows."""
@@ -143,6 +147,8 @@ class Objective:
         if settings.clf_bce > 0:
             bce = self.loss("bce", logit_BS, scale, targets, forward=1.0, step=step)
             loss = loss + settings.clf_bce * bce
+        for method in self.methods.score_losses:
+            loss = loss + method.loss("clf", logit_BS * scale, targets, batch)
         return loss
 
     def _rows(self, text_TW: Tensor, batch: Prepared) -> tuple[Tensor, Tensor | None]:

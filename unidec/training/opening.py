@@ -23,6 +23,7 @@ from unidec.data.storage import read_json_lines, write_bytes_atomic
 from unidec.data.tokens import TokenCache
 from unidec.errors import ArtifactError
 from unidec.methods.assembly import additions, changed_pairs, chosen_methods, rows_of
+from unidec.methods.teacher import TeacherVectors
 from unidec.model.additions import Rows
 from unidec.model.first_rows import start_table
 from unidec.model.frozen import cached_inputs
@@ -49,13 +50,15 @@ COMPILED_STEPS = 10_000
 @dataclass(frozen=True)
 class TrainingData:
     """Input of a training: a data set, its token caches, and if needed the label graph, csr [L, L]:
-    soft targets of label texts for `pool.gandalf`, relations between labels for `model.clf_graph`.
+    soft targets of label texts for `pool.gandalf`, relations between labels for `model.clf_graph`;
+    and the teacher that `teacher.bundle` names.
     """
 
     dataset: XMCDataset
     query_tokens: TokenCache
     label_tokens: TokenCache
     label_graph: sp.csr_matrix | None = None
+    teacher: TeacherVectors | None = None
 
     @property
     def tokens(self) -> dict[str, TokenCache]:
@@ -132,7 +135,13 @@ def open_training(
     if ranks.is_first:
         _drop_later_lines(place.run_dir, state)
     methods, pairs = chosen_methods(
-        settings, model, rows, pairs, encoding.autocast, tokens=data.tokens
+        settings,
+        model,
+        rows,
+        pairs,
+        encoding.autocast,
+        tokens=data.tokens,
+        teacher=data.teacher,
     )
     batches = Batches(
         settings,

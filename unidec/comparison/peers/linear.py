@@ -134,22 +134,12 @@ def _read(folder: Path, given: Mapping[str, Any]) -> Task:
 
 def ndcg(score_nL: csr_matrix, relevant_nL: csr_matrix) -> float:
     """nDCG of the first `AT` labels, the mean over queries that have a relevant label; 0 to 1."""
-    num_queries, num_labels = score_nL.shape
-    row_N = np.repeat(np.arange(num_queries), np.diff(score_nL.indptr))
-    order = np.lexsort((-score_nL.data, row_N))
-    label_N = score_nL.indices[order]
-    rank_N = np.arange(len(row_N)) - score_nL.indptr[row_N]
-    first = rank_N < AT
-    row_N = row_N[first]
-    relevant_row, relevant_label = relevant_nL.nonzero()
-    relevant = relevant_row * num_labels + relevant_label
-    hit_N = np.isin(row_N * num_labels + label_N[first], relevant)
-    gain_N = hit_N / np.log2(2 + rank_N[first])
-    gain = np.bincount(row_N, gain_N, minlength=num_queries)
-    count = np.diff(relevant_nL.indptr)
     discounts = 1 / np.log2(2 + np.arange(AT))
-    ideal = np.concatenate([[0], np.cumsum(discounts)])[np.minimum(count, AT)]
-    asked = count > 0
-    if not asked.any():
-        return 0.0
-    return float((gain[asked] / ideal[asked]).mean())
+    figures = []
+    for row in np.flatnonzero(np.diff(relevant_nL.indptr)):
+        scored = score_nL[[row]]
+        relevant = relevant_nL[[row]].indices
+        best = scored.indices[np.argsort(-scored.data, kind="stable")[:AT]]
+        gain = (np.isin(best, relevant) * discounts[: len(best)]).sum()
+        figures.append(gain / discounts[: len(relevant)].sum())
+    return float(np.mean(figures)) if figures else 0.0
