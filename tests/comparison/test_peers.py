@@ -424,9 +424,7 @@ def test_a_mined_negative_is_the_hardest_label_below_the_margin(sentence, tiny_d
     mined = sentence.with_negatives(model, sentence.Dataset.from_dict(pairs), labels)
     assert mined.column_names == ["anchor", "positive", "negative"]
     assert 0 < len(mined) <= len(pairs["anchor"])
-    vectors = {
-        text: vector for text, vector in zip(labels, model.encode(labels).tolist(), strict=True)
-    }
+    vectors = dict(zip(labels, model.encode(labels).tolist(), strict=True))
 
     def cosine(text, label):
         (query,) = model.encode([text]).tolist()
