@@ -237,7 +237,7 @@ def test_the_page_of_the_validation_has_the_change(
     assert (
         "version 1" in shown.words and "changed beyond the limits: training queries" in shown.words
     )
-    assert shown.tags.count("svg") >= 4 + 2  # of the data, and of the lengths on both sides
+    assert shown.tags.count("svg") >= 3 + 2  # of the data, and of the lengths on both sides
 
     # a registry that cannot be read, and none at all, fail no validation
     uri = tracking_uri()
