@@ -29,7 +29,8 @@ def test_every_parameter_has_a_place(identify):
     expected = set(keys_deciding("tokens", "training"))
     assert {key for key in identity if key in what_decides()} == expected
     sections = {key.partition(".")[0] for key in expected}
-    assert sections == {"seed", "tokens", "encoder", "model", "pool", "loss", "optim"}
+    training = {"encoder", "model", "pool", "loss", "teacher", "optim"}
+    assert sections == training | {"seed", "tokens"}
     assert {"data", "tokens.queries", "tokens.labels", "tokenizer", "code"} < identity.keys()
     assert (
         identity["seed"] == "3"
