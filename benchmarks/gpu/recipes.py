@@ -14,17 +14,19 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bench import RESULTS, machine, table
 
 from unidec.comparison import cell
-from unidec.comparison.workspace import Step, load_comparison, select
-from unidec.config import parse_overrides
+from unidec.comparison.workspace import Comparison, Step, load_comparison, select, steps_of
+from unidec.config import parse_overrides, with_settings
 from unidec.data.storage import read_json_lines, write_bytes_atomic
 from unidec.errors import TrainingError
 
 FILE = "comparison/minilm.yaml"
+BUNDLE = "outputs/bundle"
 METRICS = ("P@1", "nDCG@5", "PSP@5", "R@100")
 COSTS = ("train_seconds", "refresh_seconds", "total_seconds")
 
@@ -67,8 +69,26 @@ def report(steps: Sequence[Step], title: str) -> str:
     return f"# {title}\n\n{where}\n\n{table(head, rows)}\n"
 
 
-def main(name: str, only: Sequence[str], minutes: float) -> int:
-    """The command line of a run."""
+def with_student(comparison: Comparison, steps: Sequence[Step], taught: str) -> list[Step]:
+    """The steps, whose first run keeps its bundle, and once more the run `taught`, which has this
+    bundle as its teacher.
+    """
+    data, first, *others = steps
+    first = replace(first, spec={**first.spec, "keep": True})
+    job = comparison.jobs[taught]
+    bundle = str((first.folder / BUNDLE).resolve())
+    params = with_settings(job.params, {"teacher.bundle": bundle})
+    assert params is not None
+    student = steps_of({taught: replace(job, params=params)}, comparison.root)[taught]
+    return [data, first, *others, replace(student, name=f"{taught}, taught by {first.name}")]
+
+
+def main(name: str, only: Sequence[str], minutes: float, taught: str = "") -> int:
+    """The command line of a run.
+
+    Args:
+        taught: a cell that runs once more, with the bundle of the first one as its teacher.
+    """
     parser = argparse.ArgumentParser(description=f"run {name}")
     parser.add_argument("--only", action="append", help="cell, data/cell or data/cell/seed")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
@@ -78,6 +98,8 @@ def main(name: str, only: Sequence[str], minutes: float) -> int:
     comparison = load_comparison(options.file, parse_overrides(options.set))
     begin = time.monotonic()
     steps = select(comparison, options.only or list(only))
+    if taught and not options.only:
+        steps = with_student(comparison, steps, taught)
     out = RESULTS / f"gpu-{name}.md"
     run_steps(steps, 60 * options.minutes, out)
     print(report(steps, out.stem), f"{time.monotonic() - begin:.0f} s")

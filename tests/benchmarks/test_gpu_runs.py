@@ -260,6 +260,30 @@ def test_cells_that_have_a_result_are_kept_and_the_others_reported(runs, tmp_pat
     assert "| lost | 45.7 |  |  |  |  |  |  |  | no memory |" in table
 
 
+def test_the_bundle_of_run_3_is_kept_and_teaches(runs, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    recipes = runs.recipes
+    teacher = "lf-debian titles/UniDEC + bag/0"
+    student = "lf-debian titles/frozen transformer + bag/0"
+    comparison = recipes.load_comparison(recipes.FILE)
+    steps = recipes.select(comparison, [teacher, student])
+    found = recipes.with_student(comparison, steps, student)
+    data, first, alone, taught = found
+    assert [step.name for step in found[:3]] == [step.name for step in steps]
+    assert (first.name, alone.name) == (teacher, student)
+    assert first.spec["keep"]
+    assert not alone.spec["keep"]
+    own = taught.spec["params"]
+    others = alone.spec["params"]
+    bundle = Path(own["teacher"]["bundle"])
+    assert bundle == (first.folder / "outputs/bundle").resolve()
+    assert others["teacher"]["bundle"] == ""
+    assert taught.folder != alone.folder
+    assert taught.needs == alone.needs == (data.name,)
+    without = others["teacher"]
+    assert own | {"teacher": without} == others
+
+
 @pytest.fixture
 def card(runs, gpu, bench, monkeypatch):
     """A bench that takes the branches of a card, though its device is the processor; `modes`: the

@@ -43,10 +43,13 @@ PEERS: dict[str, Peer] = {
         "label_tree.py",
     ),
     "st-static": Peer(
-        "sentence-transformers: bag of the same start token embeddings, trained by MNR",
+        "sentence-transformers: bag of the same start token embeddings, trained by MNR with mined "
+        "negatives",
         "sentence.py",
     ),
     "st-transformer": Peer(
-        "sentence-transformers: the same transformer, all layers, trained by MNR", "sentence.py"
+        "sentence-transformers: the same transformer, all layers, trained by MNR with mined "
+        "negatives",
+        "sentence.py",
     ),
 }
