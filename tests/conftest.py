@@ -377,3 +377,14 @@ def operated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """
     with OperatedProject(tmp_path_factory.mktemp("world")) as operated:
         yield operated
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Torch computes with two threads during the test."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)

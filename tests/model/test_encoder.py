@@ -63,14 +63,6 @@ def dense_bag(tokens, rows, embedding_VD, log_weight_V):
     return torch.stack(vectors)
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 # -- bag
 # --------------------------------------------------------------------------------------------------
 

@@ -14,14 +14,6 @@ CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
 def without_workspace(monkeypatch):
     monkeypatch.setenv(CUBLAS_WORKSPACE, "")  # put back after the test
     monkeypatch.delenv(CUBLAS_WORKSPACE)
