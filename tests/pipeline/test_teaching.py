@@ -17,7 +17,7 @@ from unidec.bundle.bundle import Bundle
 from unidec.data.dataset import XMCDataset, write_dataset
 from unidec.data.storage import read_json, read_json_lines
 from unidec.errors import ArtifactError, ConfigError
-from unidec.pipeline import paths, seen, start, teaching
+from unidec.pipeline import memory_plan, memory_probe, paths, seen, start, teaching
 from unidec.training.fit import fit
 
 pytestmark = pytest.mark.timeout(120)
@@ -63,6 +63,24 @@ def trained(of):
     fit(run)
     run.export()
     return run
+
+
+@pytest.mark.parametrize("gandalf", [False, True])
+def test_the_plan_counts_it(work, gandalf):
+    of = params(**TAUGHT | {"pool.gandalf": gandalf, "pool.batch_size": 16})
+    without = params(**{"pool.gandalf": gandalf, "pool.batch_size": 16})
+    sizes = memory_plan.stored_sizes(of)
+    step = memory_probe.measure(of, sizes, gpu=False, half=False)
+    alone = memory_probe.measure(without, sizes, gpu=False, half=False)
+    more = step.step["heads and losses"] - alone.step["heads and losses"]
+    width = 48  # of both heads, without the bias, which the search does not need
+    vectors = 2 * 16 * width + 4 * step.num_labels * width
+    assert teaching.teacher_width("teacher") >= width
+    assert more >= vectors + 4 * 16 * step.num_labels  # at least a softmax for the backward pass
+    plan = memory_plan.plan_memory(of, sizes)
+    (cached,) = [one for one in plan.amounts if "teacher" in one.name]
+    rows_n = teaching.open_teacher(of).rows_n
+    assert cached.num_bytes >= 2 * len(rows_n) * teaching.teacher_width("teacher")
 
 
 @pytest.mark.parametrize("gandalf", [False, True])

@@ -4,6 +4,7 @@ faults in a step.
 
 import math
 import shutil
+import warnings
 
 import numpy as np
 import pytest
@@ -493,5 +494,25 @@ def test_an_old_driver_is_named(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", refuse)
-    with pytest.raises(ConfigError, match=r"(?s)driver on your system is too old.*auto or cpu"):
+    with pytest.raises(ConfigError, match=r"(?s)driver on your system is too old.*device: cpu"):
         choose_device("cuda")
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_an_old_driver_does_not_mean_a_training_on_the_cpu(device, monkeypatch):
+    """torch warns, and says that there is no GPU."""
+    too_old = "CUDA initialization: The NVIDIA driver on your system is too old (found version 9)."
+
+    def is_available():
+        warnings.warn(too_old, UserWarning, stacklevel=2)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    if device == "cpu":
+        assert choose_device(device) == torch.device("cpu")
+        return
+    with pytest.raises(ConfigError) as error:
+        choose_device(device)
+    message = str(error.value)
+    assert too_old in message
+    assert "device: cpu" in message

@@ -29,6 +29,7 @@ from unidec.machine import available_disk, available_host
 from unidec.pipeline import paths
 from unidec.pipeline.memory_probe import ROWS, STATE, Measured, Sizes, measure, num_rows
 from unidec.pipeline.start import effective
+from unidec.pipeline.teaching import teacher_width
 from unidec.text_page import render_text
 from unidec.training.mining import uses_faiss
 from unidec.training.precision import autocast_type, choose_device
@@ -269,6 +270,8 @@ def _index(params: Params, sizes: Sizes, measured: Measured) -> Iterable[Amount]
     yield Amount("model and bundle", "disk", 2 * (weights + vectors) + names)
     if params.encoder.frozen or params.encoder.trainable_layers == 0:
         yield Amount("cached outputs of what is frozen", "disk", FP16 * texts * measured.width)
+    taught = FP16 * rows * teacher_width(params.teacher.bundle)
+    yield Amount("the teacher's vectors of training texts", "disk", taught)
 
 
 def advise(params: Params, plan_of: Callable[[Params], Plan]) -> Settings | None:

@@ -30,6 +30,7 @@ from unidec.methods.assembly import additions, chosen_methods, rows_of
 from unidec.methods.inception import token_layers
 from unidec.methods.label_clusters import LABEL_CLUSTER
 from unidec.methods.simcse import texts_as_labels
+from unidec.methods.teacher import TeacherLoss, TeacherVectors
 from unidec.model.batch import TextChunks
 from unidec.model.encoder import EncoderInput, TextEncoder, TransformerEncoder, transformer_options
 from unidec.model.encoder_inputs import InputBuilder
@@ -39,6 +40,7 @@ from unidec.model.row_table import Placement
 from unidec.model.sources import resolve_encoder
 from unidec.model.unidec import UniDEC
 from unidec.pipeline.live_bytes import AsOnGPU, LiveBytes
+from unidec.pipeline.teaching import teacher_width
 from unidec.training.batches import Batches, TrainingTexts
 from unidec.training.distributed import Ranks
 from unidec.training.gradient_cache import encode_texts
@@ -71,6 +73,7 @@ DECISIVE: dict[str, Any] = {
     "loss": True,
     "optim": True,
     "label_graph": True,
+    "teacher": True,
     "tokens": {"max_length"},
     "run": {"devices", "table_place"},
 }
@@ -417,7 +420,8 @@ class _Probe:
         """
         batches, objective = self._parts()
         batch = batches.prepare(np.arange(self.num_batch), 0, 0, self._negatives())
-        begin = self.live.now
+        given = {id(vectors): vectors for vectors in batch.added.get(TeacherLoss.name, {}).values()}
+        begin = self.live.now - sum(vectors.nbytes for vectors in given.values())
         with no_memory(), self.live as live, warnings.catch_warnings():
             # a table whose rows are all used compares addresses, which are the same here
             warnings.filterwarnings("ignore", "Accessing the data pointer", UserWarning)
@@ -450,7 +454,9 @@ class _Probe:
         rows = rows_of(self.model, related, graph, cast(Any, None))
         if settings.pool.simcse:
             pairs = texts_as_labels(pairs)
-        methods, pairs = chosen_methods(settings, self.model, rows, pairs, self.autocast)
+        methods, pairs = chosen_methods(
+            settings, self.model, rows, pairs, self.autocast, teacher=self._teacher()
+        )
         weights = np.broadcast_to(1.0, (self.num_labels,))
         batches = Batches(
             settings,
@@ -466,6 +472,18 @@ class _Probe:
             settings.loss, self.model, methods, seed=0, ranks=self.ranks, autocast=self.autocast
         )
         return batches, objective
+
+    def _teacher(self) -> TeacherVectors | None:
+        """Vectors without values of the queries of the batch, and of any labels."""
+        width = teacher_width(self.params.teacher.bundle)
+        if not width:
+            return None
+        query_nE = np.zeros((self.num_batch, width), dtype=np.float16)
+        return TeacherVectors(
+            np.arange(self.num_batch),
+            query_nE,
+            lambda labels_S: np.zeros((len(labels_S), width), dtype=np.float32),
+        )
 
     def _pairs(self) -> TrainingPairs:
         """Queries with as many labels as the mean; behind those of the batch others that have the

@@ -6,11 +6,13 @@ Legend: N queries of the data set, n training texts, E width of the teacher's sp
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import cast
 
 import numpy as np
 
 from unidec.bundle.bundle import Bundle
+from unidec.bundle.bundle_folder import read_heads, read_info
 from unidec.config import Params
 from unidec.data.dataset import Text, XMCDataset
 from unidec.data.storage import files_sha256, load_array, read_manifest, verify_once, write_folder
@@ -57,6 +59,14 @@ def open_teacher(params: Params) -> TeacherVectors | None:
         read_manifest(folder, KIND, VERSION, verify=needed)
     query_nE = load_array(folder / "queries.npy", np.float16, ndim=2)
     return TeacherVectors(rows_n, query_nE, bundle.ranker.heads.take)
+
+
+def teacher_width(bundle: str) -> int:
+    """E, the width of the space of a teacher's bundle; 0 for no teacher."""
+    if not bundle:
+        return 0
+    heads = read_heads(Path(bundle), read_info(Path(bundle)), verify=False)
+    return heads.take(slice(0, 1)).shape[1]
 
 
 def _encode(bundle: Bundle, dataset: XMCDataset, rows_n: np.ndarray) -> np.ndarray:

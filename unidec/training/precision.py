@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -40,23 +41,33 @@ def choose_device(device: str) -> torch.device:
     thread, and batches are prepared in another thread.
 
     Raises:
-        ConfigError: "cuda" without a usable GPU, with torch's reason.
+        ConfigError: "cuda" without a usable GPU, with torch's reason; "auto" with a GPU whose
+        driver is too old: training on the CPU instead could take days.
     """
     import torch
 
-    if device == "cuda" and not torch.cuda.is_available():
+    if device == "cpu":
+        return torch.device("cpu")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        is_available = torch.cuda.is_available()
+    reason = " ".join(str(warning.message) for warning in caught)
+    if device == "cuda" and not is_available:
         try:
             torch.cuda.init()
             reason = "none is visible"
         except (RuntimeError, AssertionError) as error:  # no driver, an old one, torch without CUDA
             reason = str(error)
+    elif is_available or "too old" not in reason:
+        reason = ""
+    if reason:
         raise ConfigError(
             "no usable GPU",
             where="device",
             got=reason,
-            fix="device: auto or cpu; or a driver and a build of torch that fit each other",
+            fix="device: cpu; or a driver and a build of torch that fit each other",
         )
-    if device == "cpu" or not torch.cuda.is_available():
+    if not is_available:
         return torch.device("cpu")
     number = os.environ.get("LOCAL_RANK", "0")
     return torch.device("cuda", int(number))
