@@ -570,22 +570,6 @@ def test_a_limit_in_another_form_is_refused(tmp_path: Path, value: str) -> None:
     assert 'expected: a share and a severity, as in "0.01 error"' in found
 
 
-def test_a_key_of_an_earlier_version_names_its_new_place(tmp_path: Path) -> None:
-    for key, fix in config.MOVED.items():
-        section, _, name = key.partition(".")
-        [found] = problems(tmp_path, f"{section}: {{{name}: warn}}")
-        assert found.startswith(f"- {key} (line 1): a key of an earlier version")
-        assert f"fix: {fix.format('warn')}" in found
-
-
-def test_a_key_of_an_earlier_version_without_a_value_is_removed(tmp_path: Path) -> None:
-    for key in ("validation.empty_texts_severity", "drift.warn_shift", "retrain.notify"):
-        section, _, name = key.partition(".")
-        [found] = problems(tmp_path, f"{section}: {{{name}}}")
-        assert f"- {key} (line 1): a key of an earlier version" in found
-        assert "fix: remove the key" in found
-
-
 @pytest.mark.parametrize(
     ("value", "bound"),
     [("2x", (2.0, 0.0)), ("30 ms", (0.0, 30.0)), ("1.5x, 4 ms", (1.5, 4.0)), ("off", (0.0, 0.0))],

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.hostile_files import write_sealed
 
 from unidec.data import storage
 from unidec.data.storage import (
@@ -141,9 +142,8 @@ def test_a_flipped_byte_is_found_by_verify(folder: Path) -> None:
 def test_names_outside_the_folder_are_refused(folder: Path, name: str) -> None:
     (folder.parent / "outside").write_text("secret")
     manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["sha256"]
     manifest["files"][name] = {"size": 6, "sha256": file_sha256(folder.parent / "outside")}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_sealed(folder, files=manifest["files"])
     with pytest.raises(ArtifactError, match="file is missing"):
         read_manifest(folder, "thing", 2)
 
@@ -165,6 +165,13 @@ def test_damaged_manifests_are_refused(folder: Path, text: str) -> None:
         read_manifest(folder, "thing", 2)
 
 
+@pytest.mark.parametrize("changes", [{"version": True}, {"meta": 3}, {"files": []}, {"kind": None}])
+def test_manifests_with_values_of_other_types_are_refused(folder: Path, changes: dict) -> None:
+    write_sealed(folder, **changes)
+    with pytest.raises(ArtifactError, match=r"manifest\.json: a damaged manifest"):
+        read_manifest(folder, "thing", 2)
+
+
 def test_a_flipped_bit_anywhere_in_a_manifest_is_found(folder: Path) -> None:
     path = folder / "manifest.json"
     whole = path.read_bytes()
@@ -174,14 +181,13 @@ def test_a_flipped_bit_anywhere_in_a_manifest_is_found(folder: Path) -> None:
             read_manifest(folder, "thing", 2, verify=False)
 
 
-def test_a_manifest_of_an_older_version_without_its_hash_is_read(folder: Path) -> None:
+def test_a_manifest_without_its_hash_or_with_another_is_refused(folder: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
-    old = {key: value for key, value in manifest.items() if key != "sha256"}
-    (folder / "manifest.json").write_text(json.dumps(old, indent=1))
-    assert read_manifest(folder, "thing", 2) == old
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"meta": {"a": 2}}, indent=1))
-    with pytest.raises(ArtifactError, match=r"manifest\.json: a damaged manifest"):
-        read_manifest(folder, "thing", 2)
+    unsealed = {key: value for key, value in manifest.items() if key != "sha256"}
+    for changed in (unsealed, manifest | {"meta": {"a": 2}}):
+        (folder / "manifest.json").write_text(json.dumps(changed, indent=1))
+        with pytest.raises(ArtifactError, match=r"manifest\.json: a damaged manifest"):
+            read_manifest(folder, "thing", 2)
 
 
 def test_a_manifest_of_60_megabytes_is_refused_unread(folder: Path) -> None:
@@ -220,11 +226,14 @@ def test_a_folder_is_verified_once_while_its_files_stay_the_same(
         assert not verify
 
 
-def test_other_kind_and_newer_version_are_refused(folder: Path) -> None:
+def test_other_kinds_and_versions_are_refused(folder: Path) -> None:
     with pytest.raises(ArtifactError, match="another kind"):
         read_manifest(folder, "other", 2)
     with pytest.raises(ArtifactError, match=r"version 2(.|\n)*install unidec"):
         read_manifest(folder, "thing", 1)
+    with pytest.raises(ArtifactError, match="version 2 of thing") as caught:
+        read_manifest(folder, "thing", 3)
+    assert "fix: write it again: make train" in str(caught.value)
     with pytest.raises(ArtifactError, match="no thing here"):
         read_manifest(folder / "none", "thing", 1)
 

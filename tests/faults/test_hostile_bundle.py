@@ -16,12 +16,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from helpers.hostile_files import MakesFolder, edit, seal
+from helpers.hostile_files import MakesFolder, edit, seal, write_sealed
 from helpers.tiny_bundle import write_tiny_bundle
 
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import VERSION
-from unidec.data.storage import read_manifest
 from unidec.errors import ArtifactError
 
 
@@ -109,11 +108,11 @@ def test_names_outside_and_links_are_refused(bundle, tmp_path):
     (tmp_path / "secret").write_text("x")
     manifest = json.loads((bundle / "manifest.json").read_text())
     for name in ("../secret", "/etc/hostname", "model/../../secret", "a\\..\\b", "c:x", "a\0b"):
-        changed = manifest | {"files": manifest["files"] | {name: {"size": 1, "sha256": "0" * 64}}}
-        (bundle / "manifest.json").write_text(json.dumps(changed))
+        entry = {name: {"size": 1, "sha256": "0" * 64}}
+        write_sealed(bundle, files=manifest["files"] | entry)
         with pytest.raises(ArtifactError, match="missing"):
             Bundle.load(bundle)
-    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    write_sealed(bundle, files=manifest["files"])
     (bundle / "labels.arrow").rename(tmp_path / "labels.arrow")
     (bundle / "labels.arrow").symlink_to(tmp_path / "labels.arrow")
     with pytest.raises(ArtifactError, match="link"):
@@ -284,13 +283,10 @@ def test_an_index_header_that_promises_too_much(bundle):
 
 
 def test_a_newer_format_is_refused_by_its_version(bundle):
-    manifest = read_manifest(bundle, "bundle", VERSION)
-    (bundle / "manifest.json").write_text(
-        json.dumps(manifest | {"version": VERSION + 1, "unidec": "9.1.0"})
-    )
+    write_sealed(bundle, version=VERSION + 1, unidec="9.1.0")
     with pytest.raises(ArtifactError, match=r"9\.1\.0"):
         Bundle.load(bundle)
-    (bundle / "manifest.json").write_text(json.dumps(manifest | {"kind": "model"}))
+    write_sealed(bundle, version=VERSION, kind="model")
     with pytest.raises(ArtifactError, match="another kind"):
         Bundle.load(bundle)
 

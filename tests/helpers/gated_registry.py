@@ -97,8 +97,7 @@ def make_bundle(
         labels: numbers of the labels it knows. junk: labels more that no data set has: slower,
         larger.
         padding: characters more in each title: larger.
-        trained_on: texts of the training queries that it has on record; None: none, as in older
-        releases.
+        trained_on: texts of the training queries that it has on record; None: none.
     """
     import torch
 

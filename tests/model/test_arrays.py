@@ -35,14 +35,6 @@ def test_weights_of_the_bag_and_the_heads_are_read(folder: Path) -> None:
         np.testing.assert_array_equal(found[name], expected[name])
 
 
-def test_a_file_of_before_unit_vectors_were_written(folder: Path) -> None:
-    text = (folder / "config.json").read_text()
-    config = {name: value for name, value in json.loads(text).items() if name != "unit_vectors"}
-    (folder / "config.json").write_text(json.dumps(config).ljust(len(text)))  # sizes are checked
-    own = UniDEC.load(folder, verify=False)
-    assert ModelConfig.read(folder).unit_vectors == own.encoder.unit_vectors
-
-
 @pytest.mark.parametrize(
     ("file", "change"),
     [

@@ -203,7 +203,7 @@ def test_too_few_unseen_queries_are_no_verdict_unless_that_is_accepted(registry,
     )
 
 
-def test_what_an_older_bundle_was_trained_on_is_said_to_be_unknown(registry):
+def test_what_a_bundle_without_record_was_trained_on_is_said_to_be_unknown(registry):
     _, now = split_changed(registry, 0)
     registry.version(registry.bundle("champion", wrong=[1]), alias="champion")
     registry.version(registry.bundle("challenger", trained_on=now))

@@ -26,7 +26,7 @@ from unidec.bundle.label_change import LabelChange, with_labels
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset, write_dataset
 from unidec.data.raw import RawData, stack
-from unidec.data.storage import read_json_lines, read_manifest, write_manifest
+from unidec.data.storage import read_json_lines, read_manifest
 from unidec.errors import ArtifactError, ConfigError
 from unidec.pipeline import launch, paths, seen, start, training
 from unidec.pipeline.start import (
@@ -322,33 +322,13 @@ def test_a_few_test_queries_within_the_limit_are_no_reason(work, tiny_raw):
     assert found.kind == "warm" and found.reason == "the champion, version 1"
 
 
-def without_record(bundle: Path, target: Path) -> Path:
-    """The bundle as an older release wrote it."""
-    shutil.copytree(bundle, target)
-    model = target / "model"
-    manifest = read_manifest(model, "model", 1)
-    manifest["meta"].pop(seen.SEEN_KEY)
-    (model / seen.RECORD).unlink()
-    (model / "manifest.json").unlink()
-    write_manifest(model, "model", 1, manifest["meta"])
-    return target
-
-
-def test_what_a_model_has_seen_is_recorded_and_known_of_older_ones_where_possible(
-    work, tiny_raw, made
-):
+def test_what_a_model_has_seen_is_recorded(work, tiny_raw):
     first = write_dataset("first", tiny_raw, validation_share=0.2)
     own = np.flatnonzero(first.split_N != 2)
-    found = seen.of_bundle(work.bundle, XMCDataset.open("data/dataset"))
+    found = seen.of_model(work.bundle / "model")
     assert found is not None
     assert found.complete
     assert found.among(first, own).all()
-    older = without_record(work.bundle, work.folder / "older")
-    by_votes = Bundle.load(work.bundle).neighbours is not None
-    by_data = seen.of_bundle(older, XMCDataset.open(made / "first_dataset"))
-    assert by_data is not None and by_data.among(first, own).all()
-    # trained on other data
-    assert (seen.of_bundle(older, XMCDataset.open("data/dataset")) is not None) == by_votes
 
 
 def test_a_warm_start_inherits_what_the_model_before_has_seen(work):

@@ -2,7 +2,6 @@
 ranks.
 """
 
-import json
 import os
 import shutil
 import socket
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers.hostile_files import write_sealed
 
 from unidec.data.storage import MANIFEST, file_sha256, write_folder, write_manifest
 from unidec.errors import ArtifactError
@@ -446,8 +446,7 @@ def test_a_newer_version_is_refused_and_nothing_older_is_used(tmp_path):
     save(tmp_path, make(5))
     with write_folder(tmp_path / "checkpoints" / "step-0000000009", "checkpoint", 3) as out:
         (out.path / "what").write_text("x")
-    manifest = tmp_path / "checkpoints" / "step-0000000009" / MANIFEST
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"unidec": "7.0.0"}))
+    write_sealed(tmp_path / "checkpoints" / "step-0000000009", unidec="7.0.0")
     with pytest.raises(ArtifactError, match=r"install unidec 7\.0\.0 or newer"):
         load_checkpoint(tmp_path)
 

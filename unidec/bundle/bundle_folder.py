@@ -34,16 +34,12 @@ from unidec.ranking.ranker import Calibration
 from unidec.ranking.sparse import Floats
 
 KIND = "bundle"
-# 1: no neighbours; 2: none compared by words; 3: flat, hnsw only; 4: no fusion; 5: no calibration;
-# 6: no word network
 VERSION = 7
 MAX_INFO_BYTES = 16 << 20
 LABEL_SCHEMA = pa.schema([pa.field(name, pa.string(), nullable=False) for name in ("uid", "title")])
 INDEX = "index.faiss"
 
 _FILES = {"bundle.json", "labels.arrow", INDEX}
-# older graph index from which labels were removed: nodes' labels; the index is rebuilt
-_OLD = {"index_rows.npy"}
 # of files that could be run when they are read
 _CODE = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".py")
 _VECTORS = {"vectors/de.npy", "vectors/clf.npy", "vectors/bias.npy"}
@@ -170,7 +166,7 @@ def check_names(root: Path, files: Iterable[str]) -> None:
     names = set(files)
     for missing in sorted((_FILES | {f"model/{MANIFEST}"}) - names):
         raise damaged("a file of a bundle is missing", root / missing)
-    for name in sorted(names - _FILES - _OLD - _VECTORS - NEIGHBOURS):
+    for name in sorted(names - _FILES - _VECTORS - NEIGHBOURS):
         if not name.startswith("model/") or name.endswith(_CODE):
             raise ArtifactError(
                 "the file does not belong in a bundle",
@@ -225,19 +221,13 @@ def read_heads(root: Path, info: BundleInfo, verify: bool = True) -> Heads:
 def read_index(root: Path, info: BundleInfo, heads: Heads) -> LabelIndex:
     """Load a bundle's index, memory-mapped and checked against bundle.json.
 
-    An index of an obsolete kind, or an older graph from which labels were removed, is rebuilt from
-    the vectors, which takes seconds for 100,000 labels.
-
     Args:
         heads: from `read_heads`; a compressed index scores its candidates with them.
 
     Raises:
         ArtifactError: with the name of a file that is missing, damaged or inconsistent.
     """
-    spec = info.index_spec
-    if spec.kind != info.index_kind:
-        return LabelIndex.build(heads, spec)
-    return LabelIndex.load(root / INDEX, info.num_labels, info.width, spec, heads)
+    return LabelIndex.load(root / INDEX, info.num_labels, info.width, info.index_spec, heads)
 
 
 def _check_parts(info: BundleInfo, labels: pa.Table, voters: Neighbours | None) -> None:

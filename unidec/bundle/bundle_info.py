@@ -16,10 +16,6 @@ from unidec.ranking.neighbours import Neighbours, Vote
 from unidec.ranking.ranker import Calibration
 from unidec.ranking.word_scores import WORD_FEATURES
 
-OldKind = Literal["sq8", "hnsw-sq8", "ivf-sq8"]
-_REPLACED: dict[str, Kind] = {"sq8": "pq", "hnsw-sq8": "pq", "ivf-sq8": "ivf-pq"}
-"""Index kinds of older bundles, and the kinds that replace them."""
-
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
@@ -81,14 +77,12 @@ class BundleInfo(BaseModel):
         vectors: shape of each array under vectors/.
         index_kind, index_search: kind of index, and efSearch of HNSW.
         index_bytes: size of index.faiss.
-        index_options: build and search options of the index; None in bundles older than format 4.
-        index_nodes: in older bundles, number of nodes of a graph from which labels were removed.
+        index_options: build and search options of the index.
         estimated: row ranges [begin, end) of labels added after the training, whose classifier rows
             and biases are estimates (label_change.py).
         knn: votes of similar training queries; None: none vote.
         fusion: ranks in place of the blend of heads and votes; None: the blend ranks.
         calibration: maps scores to probabilities; None: not fitted.
-        default_k, max_k: unused and no longer written; older bundles have them.
         text: text of a query on which the model was trained: "title" or "title+content".
         dataset: name and sha256 of the data set. metrics: summary of the metrics. params: all
         training parameters.
@@ -104,22 +98,23 @@ class BundleInfo(BaseModel):
     dim: Count
     width: Count
     vectors: dict[Literal["de", "clf", "bias"], list[Count]]
-    index_kind: Kind | OldKind
+    index_kind: Kind
     index_search: Count
     index_bytes: Count
-    index_options: IndexOptions | None = None
-    index_nodes: Count | None = None
+    index_options: IndexOptions
     estimated: list[tuple[CountOrZero, CountOrZero]] = []
     knn: KnnInfo | None = None
     fusion: Fusion | None = None
     calibration: Calibration | None = None
-    default_k: Count = Field(5, exclude=True)
-    max_k: Count = Field(100, exclude=True)
     text: str
     dataset: dict[str, Any]
     metrics: dict[str, Any]
     params: dict[str, Any]
     card: dict[str, Any]
+    # the first bundles of format 7 have these, which say nothing
+    index_nodes: Any = Field(None, exclude=True)
+    default_k: Any = Field(None, exclude=True)
+    max_k: Any = Field(None, exclude=True)
 
     @model_validator(mode="after")
     def _check(self) -> BundleInfo:
@@ -165,14 +160,8 @@ class BundleInfo(BaseModel):
 
     @property
     def index_spec(self) -> IndexSpec:
-        """Kind and numbers of the index that answers. If the kind is not `index_kind`, the stored
-        index is obsolete, or a graph from which labels were removed.
-        """
-        kind: Any = _REPLACED.get(self.index_kind, self.index_kind)
-        if self.index_nodes is not None:
-            kind = "pq"
-        options = self.index_options or IndexOptions(search=self.index_search)
-        return IndexSpec(kind=kind, **options.model_dump())
+        """Kind and numbers of the index."""
+        return IndexSpec(kind=self.index_kind, **self.index_options.model_dump())
 
     @property
     def has_label_words(self) -> bool:

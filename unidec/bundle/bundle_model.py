@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from unidec.data.storage import MANIFEST, file_sha256, read_json, read_manifest, write_manifest
+from unidec.data.storage import file_sha256, read_json, read_manifest, write_manifest
 from unidec.errors import ArtifactError
-from unidec.model.arrays import BY_LABEL, CONFIG, GRAPH, WEIGHTS
+from unidec.model.arrays import BY_LABEL, CONFIG, GRAPH, KIND, VERSION, WEIGHTS
 
 CALIBRATION_TEXTS = 128
 # contain wall-clock times, which differ between equal trainings
@@ -43,15 +43,7 @@ def write_model(
     Raises:
         ArtifactError: the model is missing or damaged, or changes while it is copied.
     """
-    try:
-        header = read_json(source / MANIFEST)
-        kind = str(header["kind"])
-        version = int(header["version"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(
-            "no model here", where=source, fix="train first: unidec train"
-        ) from error
-    manifest = read_manifest(source, kind, version, verify=True)
+    manifest = read_manifest(source, KIND, VERSION, verify=True)
     target.mkdir()
     hashes = {}
     for name, entry in manifest["files"].items():
@@ -73,7 +65,7 @@ def write_model(
         from unidec.model.unidec import UniDEC
 
         write_graphs(UniDEC.load(source, verify=False, rows=False), target, texts)
-    write_manifest(target, kind, version, manifest["meta"], hashes)
+    write_manifest(target, KIND, VERSION, manifest["meta"], hashes)
     return hashes
 
 

@@ -63,17 +63,6 @@ def write_neighbours(root: Path, neighbours: Neighbours, label_words: bool) -> N
     write_texts_table(folder / _QUERIES, table)
 
 
-def read_titles(root: Path, num_queries: int) -> pa.ChunkedArray:
-    """The texts of the training queries that vote in a bundle; an ArtifactError if they are
-    damaged.
-    """
-    return _read_queries(root, num_queries)["title"]
-
-
-def _read_queries(root: Path, num_queries: int) -> pa.Table:
-    return read_texts_table(root / _FOLDER / _QUERIES, _QUERY_SCHEMA, num_queries)
-
-
 def read_neighbours(root: Path, info: BundleInfo, tokenizer_folder: Path) -> Neighbours:
     """Read the files of `write_neighbours` and check them against bundle.json.
 
@@ -105,7 +94,7 @@ def read_neighbours(root: Path, info: BundleInfo, tokenizer_folder: Path) -> Nei
         vectors = read_csr(folder, _WORDS, (num_queries, words.num_columns))
         if info.has_label_words:
             label_words = read_csr(folder, _LABEL_WORDS, (num_labels, words.num_columns))
-    table = _read_queries(root, num_queries)
+    table = read_texts_table(folder / _QUERIES, _QUERY_SCHEMA, num_queries)
     return Neighbours(
         vectors,
         labels_ML,

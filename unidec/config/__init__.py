@@ -7,7 +7,6 @@ plain arguments."""
 from unidec.config.data_sections import Data, LabelGraph, RawBounds, Source, Tokens, Validation
 from unidec.config.load import (
     MEANT,
-    MOVED,
     ParamsError,
     build_params,
     describe,

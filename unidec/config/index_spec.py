@@ -52,7 +52,6 @@ class IndexOptions(BaseModel):
     Attributes:
         links, build, search: M, efConstruction and efSearch of HNSW.
         lists: number of inverted lists; 0: chosen by `num_lists`.
-        copies: of each label in the lists of an older bundle; the index file itself says it.
         probes: nprobe, lists that a search scans; 0: chosen by `num_probes`.
         code_dims: dsub, dimensions that share a 4-bit code.
         rescore: k_factor_rf, candidates per result that are scored exactly.
@@ -64,10 +63,10 @@ class IndexOptions(BaseModel):
     build: Count = 200
     search: Count = 200
     lists: CountOrZero = 0
-    copies: Annotated[int, Field(ge=0, le=2, exclude=True)] = 0
     probes: CountOrZero = 0
     code_dims: Count = 4
     rescore: Count = 8
+    copies: Literal[0, 1] = Field(0, exclude=True)  # the first bundles of format 7 have it
 
 
 class IndexSpec(IndexOptions):

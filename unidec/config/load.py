@@ -23,7 +23,6 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node
 
 from unidec.addresses import secrets_of_environment, without_credentials
-from unidec.config.data_sections import Validation
 from unidec.config.params import Params, leaves, nested, what_decides
 from unidec.config.section import Section
 from unidec.errors import ConfigError
@@ -37,38 +36,6 @@ _PATTERNS = {  # of the sections, in words
 MEANT = {("data.format", kind): "tables" for kind in ("csv", "tsv", "jsonl", "parquet")}
 """The value that was probably meant, by key and given value, where names do not resemble each
 other.
-"""
-
-MOVED = {
-    "retrain.notify": "a Prefect automation on unidec.* events and failed runs",
-    "index.kind": "index.factory: Flat (instead of flat), PQx4 (pq, sq8, hnsw-sq8), HNSW32 (hnsw) "
-    'or "IVF,PQx4" (ivf-pq, ivf-sq8)',
-    "index.hnsw_links": "index.factory: HNSW{}",
-    "index.hnsw_build": 'index.factory: "HNSW32,efConstruction={}"',
-    "index.hnsw_search": "index.search: efSearch={}",
-    "index.ivf_lists": 'index.factory: "IVF{},PQx4"',
-    "index.ivf_probes": "index.search: nprobe={}",
-    "index.pq_dims": 'index.factory: "PQx4,dsub={0}" or "IVF,PQx4,dsub={0}"',
-    "index.rescore": "index.search: k_factor_rf={}",
-    "gate.max_load_ratio": "gate.max_load: 2x",
-    "gate.max_load_seconds": "gate.max_load: 60 s",
-    "gate.max_latency_ratio": "gate.max_latency: 2x",
-    "gate.max_latency_ms": "gate.max_latency: 30 ms",
-    "gate.max_size_ratio": "gate.max_size: 1.5x",
-    "gate.max_megabytes": "gate.max_size: 900 MB",
-    "drift.warn_change": "drift.warn",
-    "drift.warn_distance": "drift.warn",
-    "drift.stop_change": "drift.stop",
-    "drift.stop_distance": "drift.stop",
-    "drift.warn_shift": "half of it as drift.warn",
-    "drift.warn_low_score": "drift.warn: the share may grow by one and a half times as much",
-    "drift.low_score_quantile": "remove it: a low top score is one below the 5 % quantile",
-} | {
-    f"validation.{name}_severity": f'in one value with the share: validation.{name}: "0.01 warn"'
-    for name in Validation.model_fields
-}
-"""Keys that an earlier version had, with the new place and form of what they said; {} is their
-value.
 """
 
 _RECIPES = resources.files("unidec") / "recipes"
@@ -410,9 +377,6 @@ def _wrong_values(error: ValidationError, origin: dict[str, str]) -> dict[str, s
 def _no_such_key(key: str, value: Any, origin: dict[str, str]) -> str:
     """Text about an unknown key, with the valid key that was probably meant."""
     got = short(value)
-    if key in MOVED:
-        fix = MOVED[key].format(value) if value else "remove the key"
-        return problem(key, "a key of an earlier version", got, None, origin, fix=fix)
     first, _, name = key.rpartition(".")
     section = _section(first or name)
     listed = ", ".join((section or Params).model_fields)

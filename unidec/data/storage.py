@@ -1,9 +1,8 @@
 """Folders and files on disk that are either complete or absent.
 
 Each output of the pipeline is a folder with a `manifest.json` (kind, version, meta, size and sha256
-of every file, and the sha256 of the manifest itself, which older ones lack). It is written under a
-temporary name, flushed and renamed, and checked before any file in it is parsed. A rebuilt folder
-is byte-identical."""
+of every file, and the sha256 of the manifest itself). It is written under a temporary name, flushed
+and renamed, and checked before any file in it is parsed. A rebuilt folder is byte-identical."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, StrictInt
+from pydantic import BaseModel, StrictInt
 from pydantic_core import to_jsonable_python
 
 from unidec.data.temporary import remove, remove_stale, temporary_path
@@ -60,8 +59,6 @@ class _File(BaseModel):
 
 
 class _Manifest(BaseModel):
-    # keys of a newer version, or a sha256 that is not at the end
-    model_config = ConfigDict(extra="allow")
     kind: str
     version: StrictInt
     unidec: str
@@ -181,7 +178,7 @@ def write_manifest(
 
 
 def read_manifest(
-    path: str | os.PathLike[str], kind: str, max_version: int | None = None, verify: bool = True
+    path: str | os.PathLike[str], kind: str, version: int | None = None, verify: bool = True
 ) -> dict[str, Any]:
     """Check a folder against its manifest and return the manifest; no other file is parsed.
 
@@ -189,30 +186,25 @@ def read_manifest(
     `verify`.
 
     Args:
-        max_version: the newest version of the layout that the caller can read; None: any.
+        version: the version of the layout that the caller reads; None: any.
 
     Raises:
         ArtifactError: the folder or a file is missing or damaged, the folder is of another kind, or
             it has a link or a file that the manifest does not list.
-        NewerFormatError: the version is newer than `max_version`.
+        NewerFormatError: the version is newer.
     """
     root = Path(path)
     where = root / MANIFEST
     if not root.is_dir():
-        raise ArtifactError(
-            f"no {kind} here",
-            where=root,
-            fix=f"check the path, or write it: {_WRITERS.get(kind, 'make train')}",
-        )
+        fix = f"check the path, or write it: {_writer(kind)}"
+        raise ArtifactError(f"no {kind} here", where=root, fix=fix)
     manifest = _parse_manifest(root)
     if manifest["kind"] != kind:
         raise ArtifactError(
             "folder of another kind", where=where, got=str(manifest["kind"])[:80], expected=kind
         )
-    _check_version(where, manifest, max_version or manifest["version"])
+    _check_version(where, manifest, version or manifest["version"])
     _check_files(root, manifest["files"])
-    if manifest.keys() - _Manifest.model_fields.keys():
-        raise _damaged("a damaged manifest", where, "changed after it was written")
     if verify:
         _check_hashes(root, manifest["files"])
     return manifest
@@ -223,17 +215,27 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _check_version(where: Path, manifest: Mapping[str, Any], highest: int) -> None:
+def _writer(kind: str) -> str:
+    return _WRITERS.get(kind, "make train")
+
+
+def _check_version(where: Path, manifest: Mapping[str, Any], expected: int) -> None:
     version = manifest["version"]
-    if 1 <= version <= highest:
+    if version == expected:
         return
-    writer = manifest["unidec"]
-    raise (NewerFormatError if version > highest else ArtifactError)(
-        f"version {version} of {manifest['kind']} cannot be read by unidec {__version__}",
+    kind = manifest["kind"]
+    by = f"unidec {manifest['unidec']}"
+    error = ArtifactError
+    fix = f"write it again: {_writer(kind)}"
+    if version > expected:
+        error = NewerFormatError
+        fix = f"install {by} or newer, or {fix}"
+    raise error(
+        f"version {version} of {kind} cannot be read by unidec {__version__}",
         where=where,
-        got=f"version {version}, written by unidec {writer}",
-        expected=f"a version from 1 to {highest}",
-        fix=f"install unidec {writer} or newer, or {REBUILD}",
+        got=f"version {version}, written by {by}",
+        expected=f"version {expected}",
+        fix=fix,
     )
 
 
@@ -422,13 +424,11 @@ def _parse_manifest(root: Path) -> dict[str, Any]:
         )
     data = path.read_bytes()
     seal = _SEAL.search(data)
+    body = data[: seal.start()] if seal else b""
     try:
-        if seal:
-            body = data[: seal.start()]
-            if hashlib.sha256(body).hexdigest().encode() != seal[1]:
-                raise ValueError("its sha256 does not match its content")
-            data = body + b"}"
-        return _Manifest.model_validate_json(data).model_dump()
+        if seal is None or hashlib.sha256(body).hexdigest().encode() != seal[1]:
+            raise ValueError("its sha256 is missing, or does not match its content")
+        return _Manifest.model_validate_json(body + b"}").model_dump()
     except ValueError as error:
         raise _damaged("a damaged manifest", path, repr(error)[:200]) from error
 

@@ -66,8 +66,7 @@ class ModelConfig:
                 num_labels=int(config["num_labels"]),
                 max_length=int(config["max_length"]),
                 params=config["params"],
-                # older versions did not write it
-                unit_vectors=bool(config.get("unit_vectors", encoder.unit_vectors)),
+                unit_vectors=bool(config["unit_vectors"]),
                 num_tokens=int(config["num_tokens"]),
                 width=int(config["encoder_width"]),
             )

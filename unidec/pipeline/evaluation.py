@@ -32,7 +32,7 @@ from unidec.model.search import exact_search
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import QUERIES_AT_ONCE, K, Ranking
 from unidec.pipeline.runs import tracker_of_model
-from unidec.pipeline.seen import leak_in_words, of_bundle
+from unidec.pipeline.seen import leak_in_words, of_model
 from unidec.pipeline.start import read_start
 from unidec.progress import progress
 from unidec.ranking.fusion import CANDIDATES
@@ -166,7 +166,7 @@ def _measure(params: Params) -> Measured:
 
 def _warnings(metrics: dict[str, float], dataset: XMCDataset, text: Text) -> list[str]:
     warnings = baselines.warnings(metrics, dataset, text)
-    counted, num_leaked = leak_in_words(of_bundle(paths.BUNDLE, dataset), dataset)
+    counted, num_leaked = leak_in_words(of_model(paths.BUNDLE / "model"), dataset)
     if num_leaked:
         warnings.append(
             f"The model that the training started from was trained on {counted}: the metrics "

@@ -2,9 +2,7 @@
 changed, a model can meet queries in the test split that it was trained on.
 
 A training records hashes of the texts of its training and validation queries in the model's folder,
-together with those of the models that it started from or learnt from. Without this record (older
-models), they are those that vote in the bundle, or those of the data set if the bundle was trained
-on the current one.
+together with those of the models that it started from or learnt from.
 
 Legend: N queries of the data set, n test queries, Q queries that a model has seen.
 """
@@ -13,22 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy as np
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from unidec.bundle.bundle_folder import read_info
-from unidec.bundle.bundle_info import BundleInfo
-from unidec.bundle.neighbour_files import read_titles
 from unidec.config import Validation
 from unidec.data.dataset import Text, XMCDataset
-from unidec.data.profile import PROFILE_KEY, text_facts, text_hashes
+from unidec.data.profile import text_facts
 from unidec.data.raw import SPLITS
-from unidec.data.storage import Folder, load_array, read_json, read_manifest
+from unidec.data.storage import Folder, load_array, read_manifest
 from unidec.evaluation.significance import Check
 from unidec.model.arrays import KIND, VERSION
 
@@ -48,8 +41,8 @@ class Seen:
     Attributes:
         hash_Q: uint64, ascending, of the texts as the model reads them.
         text: fields of the texts that were hashed.
-        complete: nothing is missing, such as the queries of an older model that training started
-        from.
+        complete: nothing is missing, such as the queries of a model without record that training
+        started from.
     """
 
     hash_Q: NDArray[np.uint64]
@@ -97,34 +90,11 @@ def write_record(out: Folder, dataset: XMCDataset, text: Text, earlier: Iterable
 
 
 def of_model(folder: Path) -> Seen | None:
-    """The queries that the model in a folder has seen; None if nothing is known about them.
-
-    Args:
-        folder: an exported model, also that of a bundle (`model/`), whose voting queries are known,
-        too.
-    """
+    """The queries that the exported model in a folder has seen; None without a record of them."""
     record = read_manifest(folder, KIND, VERSION, verify=False)["meta"].get(SEEN_KEY)
-    if record is not None:
-        return Seen(load_array(folder / RECORD, np.uint64), record["text"], record["complete"])
-    bundle = folder.parent
-    if not (bundle / "bundle.json").is_file():
+    if record is None:
         return None
-    info = read_info(bundle)
-    if info.knn is None or info.text != "title":  # of long texts, only the titles are stored
-        return None
-    titles = pc.utf8_trim_whitespace(read_titles(bundle, info.knn.num_queries))
-    return Seen(np.unique(text_hashes(titles)), "title", complete=not _started_from_another(folder))
-
-
-def of_bundle(bundle: Path, dataset: XMCDataset) -> Seen | None:
-    """The queries that a bundle's model has seen; None if nothing is known about them."""
-    model = bundle / "model"
-    found = of_model(model)
-    info = read_info(bundle)
-    if found is None and _was_trained_on(info, dataset):
-        own = _of_dataset(dataset, cast(Text, info.text))
-        return replace(own, complete=not _started_from_another(model))
-    return found
+    return Seen(load_array(folder / RECORD, np.uint64), **record)
 
 
 def unseen_queries(folders: Mapping[str, Path], dataset: XMCDataset, limits: Validation) -> Unseen:
@@ -135,7 +105,7 @@ def unseen_queries(folders: Mapping[str, Path], dataset: XMCDataset, limits: Val
     counts: dict[str, int | None] = {}
     words = []
     for name, folder in folders.items():
-        found = of_bundle(folder, dataset)
+        found = of_model(folder / "model")
         if found is None:
             counts[name] = None
             words.append(
@@ -184,15 +154,3 @@ def _of_dataset(dataset: XMCDataset, text: Text) -> Seen:
     hash_N, length_N = text_facts(dataset, "queries", text)
     is_seen_N = (np.asarray(dataset.split_N) != SPLITS.index("test")) & (length_N > 0)
     return Seen(np.unique(hash_N[is_seen_N]), text)
-
-
-def _was_trained_on(info: BundleInfo, dataset: XMCDataset) -> bool:
-    # the profile is of the training; after a refresh of the labels, info.dataset is that of the
-    # labels
-    profile = info.card.get(PROFILE_KEY)
-    return isinstance(profile, dict) and profile.get("sha256") == dataset.sha256
-
-
-def _started_from_another(model: Path) -> bool:
-    config = read_json(model / "config.json")
-    return "start" in config or bool(config.get("encoder", {}).get("start"))

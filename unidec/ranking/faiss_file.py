@@ -2,8 +2,8 @@
 
 From version 1.15 on, faiss itself checks lengths, levels and links of a file against each other and
 limits its allocations. This module checks the rest after reading: kind and size of the index, that
-upper links of a graph stay on their level, that each label is in exactly one list (in older files:
-in two), and that all numbers are finite."""
+upper links of a graph stay on their level, that each label is in exactly one list, and that all
+numbers are finite."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_index_file(where: Path, like: Any, num_vectors: int) -> tuple[Any, Any]
 
     Args:
         like: an empty index of the expected kind, width and codes.
-        num_vectors: expected number of vectors; lists of older bundles hold each vector twice.
+        num_vectors: expected number of vectors.
 
     Raises:
         ArtifactError: the file is missing or damaged, or holds another kind or size of index.
@@ -91,6 +91,8 @@ def _check(index: Any, like: Any, num_vectors: int) -> None:
     expected = _layout(like)
     if got != expected or not index.is_trained:
         raise RuntimeError(f"layout {got}, expected {expected}")
+    if index.ntotal != num_vectors:
+        raise RuntimeError(f"{index.ntotal} vectors")
     dense = index
     num_stored = num_vectors
     if hasattr(index, "hnsw"):
@@ -99,9 +101,7 @@ def _check(index: Any, like: Any, num_vectors: int) -> None:
     if hasattr(index, "invlists"):
         dense = faiss.downcast_index(index.quantizer)
         num_stored = index.nlist
-        _check_lists(index, num_vectors)
-    elif index.ntotal != num_vectors:
-        raise RuntimeError(f"{index.ntotal} vectors")
+        _check_lists(index)
     if dense.ntotal != num_stored or dense.codes.size() != num_stored * dense.code_size:
         raise RuntimeError(f"{dense.ntotal} stored vectors, expected {num_stored}")
     if hasattr(index, "pq"):
@@ -158,8 +158,8 @@ def _check_links(graph: Any) -> None:
             raise RuntimeError(f"a link at level {level} to a node that does not exist there")
 
 
-def _check_lists(index: Any, num_vectors: int) -> None:
-    """Each vector must be in exactly one list, or in older files in two."""
+def _check_lists(index: Any) -> None:
+    """Each vector must be in exactly one list."""
     faiss = faiss_module()
     lists = index.invlists
     if lists.nlist != index.nlist:
@@ -169,12 +169,5 @@ def _check_lists(index: Any, num_vectors: int) -> None:
         size = lists.list_size(number)
         if size:
             ids.append(faiss.rev_swig_ptr(lists.get_ids(number), size))
-    num_entries = sum(map(len, ids))
-    copies = index.ntotal // num_vectors
-    if copies not in (1, 2) or not num_entries == index.ntotal == copies * num_vectors:
-        raise RuntimeError(
-            f"{num_entries} list entries for {index.ntotal} vectors, expected {num_vectors} vectors"
-        )
-    expected = np.repeat(np.arange(num_vectors), copies)
-    if not np.array_equal(np.sort(np.concatenate(ids)), expected):
+    if not np.array_equal(np.sort(np.concatenate(ids)), np.arange(index.ntotal)):
         raise RuntimeError("the lists do not hold each label once")

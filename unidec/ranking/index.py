@@ -286,8 +286,7 @@ class LabelIndex:
 
         The file is memory-mapped, and processes that load it share its pages (packed 4-bit codes
         are private memory). `faiss_file.py` checks it, so that a malicious file can neither exhaust
-        memory nor cause reads outside of it. An index of an older bundle that stores each label in
-        two lists is rebuilt.
+        memory nor cause reads outside of it.
 
         Raises:
             ArtifactError: the file is missing or damaged, or holds another kind or size of index.
@@ -297,8 +296,6 @@ class LabelIndex:
         heads = None if vectors is None else as_heads(vectors)
         like = empty_index(spec, dim, num_labels)
         index, data = read_index_file(Path(path), like, num_labels)
-        if heads is not None and index.ntotal > num_labels:
-            return cls.build(heads, spec)
         return cls(index, spec, heads, data)
 
     def _search_params(self, num: int) -> Any:

@@ -114,8 +114,7 @@ def unknown_code(tags: Mapping[str, str]) -> str:
     """Why it is unknown which code made a version (by its tags); "" if it is known, or there was no
     repository.
     """
-    was_asked = COMMIT_TAG in tags and DIRTY_TAG not in tags  # by an older version of unidec
-    return tags.get(UNKNOWN_TAG) or ("git did not list the changes" if was_asked else "")
+    return tags.get(UNKNOWN_TAG, "")
 
 
 def is_clean(tags: Mapping[str, str]) -> bool:
