@@ -31,6 +31,7 @@ class KnnInfo(BaseModel):
         num_words: number of words and pairs of words by which queries are compared; None: compared
         in `space`.
         word_head: number of first tokens whose words are also compared separately; 0: none.
+        spelt_words: words are compared by what they write, not by their pieces; written only then.
     """
 
     model_config = _STRICT
@@ -43,6 +44,7 @@ class KnnInfo(BaseModel):
     num_pairs: CountOrZero
     num_words: CountOrZero | None = None
     word_head: CountOrZero = 0
+    spelt_words: bool = Field(False, exclude_if=lambda is_spelt: not is_spelt)
 
     @classmethod
     def of(
@@ -63,6 +65,7 @@ class KnnInfo(BaseModel):
             num_pairs=int(voters.labels_ML.nnz),
             num_words=None if words is None else words.num_features,
             word_head=0 if words is None else words.head,
+            spelt_words=words is not None and words.spelt,
         )
 
 

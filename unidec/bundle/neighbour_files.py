@@ -88,6 +88,7 @@ def read_neighbours(root: Path, info: BundleInfo, tokenizer_folder: Path) -> Nei
                 read_array(keys, np.uint64, (knn.num_words,)),
                 read_array(weights, np.float32, (-1,)),
                 knn.word_head,
+                knn.spelt_words,
             )
         except ValueError as error:
             raise damaged("the words are damaged", keys, error) from error

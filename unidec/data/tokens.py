@@ -303,11 +303,19 @@ class TextTokenizer:
         self._tokenizer.enable_truncation(max_length)
 
     def _padding_id(self) -> int:
-        """The id of the padding token; 0 if there is none, which is always masked."""
+        """The id of the padding token, by tokenizer.json, by the files beside it, or by its usual
+        names; 0 if there is none. Padding is always masked.
+        """
         if padding := self._tokenizer.padding:
             return int(padding["pad_id"])
-        token_to_id = self._tokenizer.token_to_id
-        return token_to_id("[PAD]") or token_to_id("<pad>") or 0
+        names: list[Any] = ["[PAD]", "<pad>"]
+        for file in ("special_tokens_map.json", "tokenizer_config.json"):
+            path = self.file.parent / file
+            if path.is_file():
+                named = json.loads(path.read_text(encoding="utf-8")).get("pad_token")
+                names.insert(0, named["content"] if isinstance(named, dict) else named)
+        found = [self._tokenizer.token_to_id(name) for name in names if name]
+        return next((number for number in found if number), 0)
 
     def pieces(self, text: str) -> tuple[list[Piece], bool]:
         """The tokens of a text, and whether it was cut. Raises the same errors as `encode`."""

@@ -17,7 +17,7 @@ import scipy.sparse as sp
 import torch
 import torch.nn.functional as F
 
-from unidec.data.tokens import Tokens
+from unidec.data.tokens import Tokens, encode_texts
 from unidec.model.additions import Drawn
 from unidec.model.encoder import load_transformer
 from unidec.model.encoder_inputs import Parts, joined
@@ -57,15 +57,14 @@ class Synonyms:
 
 def similar_tokens(folder: Path, tokens: Mapping[str, Tokens]) -> np.ndarray:
     """The tokens that may replace each token, int64 [V, K]: of those that occur in the texts the
-    most similar ones. Tokens at the begin or end of texts are special: they stay.
+    most similar ones. The special tokens around each text stay.
 
     Args:
         folder: of the pretrained transformer.
     """
     own = list(tokens.values())
     used_U = np.unique(np.concatenate([np.unique(each.ids) for each in own])).astype(np.int64)
-    specials = [each.ids[[0, -1]] for each in own if len(each.ids)]  # of the first and last text
-    used_U = np.setdiff1d(used_U, np.concatenate(specials))
+    used_U = np.setdiff1d(used_U, encode_texts([""], folder, own[0].max_length).ids)
     embedding = load_transformer(folder).get_input_embeddings()  # type: ignore[operator]
     embedding_UD = F.normalize(embedding.weight.detach()[torch.from_numpy(used_U)], dim=1)
     itself = sp.eye_array(len(used_U), dtype=bool, format="csr")

@@ -33,6 +33,11 @@ PACKAGED = {
 }
 
 
+# files of tokenizers that are read without tokenizer.json, by Python code
+_SLOW = ("vocab.txt", "vocab.json", "merges.txt", "sentencepiece.bpe.model", "spiece.model")
+_SLOW += ("tokenizer.model", "spm.model")
+
+
 def resolve_encoder(name: str) -> Path:
     """The local folder of a transformer, with config.json, tokenizer.json and model.safetensors.
 
@@ -139,6 +144,16 @@ def _checked(folder: Path) -> Path:
         for n in ("config.json", "tokenizer.json", "model.safetensors")
         if not (folder / n).is_file()
     ]
+    slow = [name for name in _SLOW if (folder / name).is_file()]
+    if missing == ["tokenizer.json"] and slow:
+        raise ArtifactError(
+            "the tokenizer is there in its slow form only",
+            where=folder,
+            got=", ".join(slow),
+            expected="tokenizer.json",
+            fix='convert it once: python -c "from transformers import AutoTokenizer; '
+            f'AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"',
+        )
     if missing:
         raise ArtifactError(
             f"not a transformer's folder: {', '.join(missing)} missing",

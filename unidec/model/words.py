@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +27,10 @@ from scipy.sparse import csr_matrix, hstack
 from unidec.data.storage import read_json
 from unidec.data.tokens import load_tokenizer
 from unidec.errors import ConfigError
+from unidec.model.word_pieces import spelt_words, written_pieces
 
 PLACES = 1 << 20  # bound on a piece's position in its word
-# mark a word's first piece in SentencePiece and byte-level BPE; WordPiece marks the other pieces
+# mark a word's first piece in SentencePiece and byte-level BPE
 _STARTS = ("▁", "Ġ")
 ODD = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment and multipliers
 MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -50,29 +52,32 @@ def continuing_pieces(tokenizer_folder: Path, num_tokens: int) -> Bools:
     Raises:
         ConfigError: the tokenizer's pieces do not show where a word begins.
     """
-    from tokenizers import Tokenizer
-
-    file = tokenizer_folder / "tokenizer.json"
-    description = read_json(file)
-    vocab = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
-    prefix = description["model"].get("continuing_subword_prefix")
-    if prefix:
-        continuing = {token for token in vocab if token.startswith(prefix)}
-    elif any(token.startswith(_STARTS) for token in vocab):
-        added = {token["content"] for token in description.get("added_tokens", [])}
-        continuing = {token for token in vocab if not token.startswith(_STARTS)} - added
-    else:
+    vocab, settings = _vocabulary(tokenizer_folder)
+    if prefix := settings["model"].get("continuing_subword_prefix"):
+        continuing = [number for token, number in vocab.items() if token.startswith(prefix)]
+        return _is_among(continuing, num_tokens)
+    pieces = written_pieces(tokenizer_folder)
+    if pieces is None:
         raise ConfigError(
             "the tokenizer's pieces do not show where a word begins",
             where="encoder.bag_words",
-            got=str(file),
+            got=str(tokenizer_folder / "tokenizer.json"),
             expected="WordPiece, SentencePiece or byte-level BPE",
             fix="encoder.bag_words: 0",
         )
-    return _is_among([vocab[token] for token in continuing], num_tokens)
+    return _is_among(np.flatnonzero(~pieces.begins_V), num_tokens)
 
 
-def _is_among(tokens: Sequence[int], num_tokens: int) -> Bools:
+def _vocabulary(tokenizer_folder: Path) -> tuple[dict[str, int], dict[str, Any]]:
+    """All tokens with their ids, and the content of tokenizer.json."""
+    from tokenizers import Tokenizer
+
+    file = tokenizer_folder / "tokenizer.json"
+    vocab = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    return vocab, read_json(file)
+
+
+def _is_among(tokens: Sequence[int] | Ints, num_tokens: int) -> Bools:
     """Whether each number below V is one of these, bool [V]; larger ones are ignored."""
     return np.isin(np.arange(num_tokens), tokens)
 
@@ -163,14 +168,21 @@ class WordSpace:
         keys_F: uint64 [F], hashes of the known words and pairs, ascending. All others are ignored.
         idf_F: float32 [F], their weights, positive.
         head: number of first tokens whose words form the second part; 0: no second part.
+        spelt: words are compared by what they write, not by their pieces; None: if the tokenizer
+            marks blanks (`unidec.model.word_pieces`).
 
     Raises:
         ValueError: keys do not ascend, the number of weights differs, or weights are not finite and
-            positive.
+            positive; or words cannot be compared by what they write.
     """
 
     def __init__(
-        self, tokenizer_folder: Path, keys_F: Keys, idf_F: NDArray[np.float32], head: int = 0
+        self,
+        tokenizer_folder: Path,
+        keys_F: Keys,
+        idf_F: NDArray[np.float32],
+        head: int = 0,
+        spelt: bool | None = None,
     ) -> None:
         if len(keys_F) != len(idf_F) or (keys_F[1:] <= keys_F[:-1]).any():
             raise ValueError(
@@ -181,6 +193,9 @@ class WordSpace:
         self.keys_F = keys_F
         self.idf_F = np.asarray(idf_F, dtype=np.float32)
         self.head = head
+        self._written = None if spelt is False else written_pieces(tokenizer_folder)
+        if spelt and self._written is None:
+            raise ValueError("the tokenizer does not show what its pieces write")
         self._continues_V, self._skipped_V = _token_kinds(tokenizer_folder)
 
     @classmethod
@@ -209,6 +224,11 @@ class WordSpace:
     def num_features(self) -> int:
         """Number of features F."""
         return len(self.keys_F)
+
+    @property
+    def spelt(self) -> bool:
+        """Whether words are compared by what they write."""
+        return self._written is not None
 
     @property
     def num_columns(self) -> int:
@@ -264,7 +284,11 @@ class WordSpace:
 
     def _features(self, flat: Ints, offsets: Ints) -> tuple[Keys, Ints, Bools]:
         """Hash and text of each word, then of each pair; and whether the feature is a pair."""
-        key_W, num_words_B = word_keys(flat, np.diff(offsets), self._continues_V, self._skipped_V)
+        length_B = np.diff(offsets)
+        if self._written is None:
+            key_W, num_words_B = word_keys(flat, length_B, self._continues_V, self._skipped_V)
+        else:
+            key_W, num_words_B = spelt_words(flat, length_B, self._written)
         text_W = np.repeat(np.arange(len(num_words_B)), num_words_B)
         in_one_text = text_W[1:] == text_W[:-1]
         pair_key = mixed(key_W[:-1] * _PAIR + key_W[1:])[in_one_text]
@@ -276,12 +300,17 @@ class WordSpace:
 def _token_kinds(tokenizer_folder: Path) -> tuple[Bools, Bools]:
     """Which tokens continue a word, and which are special and skipped: bool [V] each."""
     tokenizer = load_tokenizer(tokenizer_folder, 3)
-    num_tokens = tokenizer.vocab_size
-    try:
-        continues_V = continuing_pieces(tokenizer_folder, num_tokens)
-    except ConfigError:  # the tokenizer does not mark continuing pieces: each token is a word
-        continues_V = np.zeros(num_tokens, dtype=bool)
-    settings = read_json(tokenizer_folder / "tokenizer.json")
-    special = [token["id"] for token in settings.get("added_tokens", []) if token.get("special")]
+    vocab, settings = _vocabulary(tokenizer_folder)
+    added = settings.get("added_tokens", [])
+    prefix = settings["model"].get("continuing_subword_prefix")
+    continuing: set[str] = set()  # the tokenizer does not mark continuing pieces: all are words
+    if prefix:
+        continuing = {token for token in vocab if token.startswith(prefix)}
+    elif any(token.startswith(_STARTS) for token in vocab):  # in bundles of former versions
+        continuing = {token for token in vocab if not token.startswith(_STARTS)}
+        continuing -= {token["content"] for token in added}
+    special = [token["id"] for token in added if token.get("special")]
     around_text, *_ = tokenizer.encode([""])
+    num_tokens = tokenizer.vocab_size
+    continues_V = _is_among([vocab[token] for token in continuing], num_tokens)
     return continues_V, _is_among([*special, *around_text], num_tokens)
