@@ -34,9 +34,6 @@ def container(tmp_path: Path) -> Any:
     return write
 
 
-V1 = {"cpu/docker/1/cpu.cfs_period_us": "100000\n", "cpu/cpu.cfs_period_us": "100000\n"}
-
-
 @pytest.mark.parametrize(
     ("groups", "files", "quota", "usable"),
     [
@@ -48,23 +45,6 @@ V1 = {"cpu/docker/1/cpu.cfs_period_us": "100000\n", "cpu/cpu.cfs_period_us": "10
         ("0::/a/b\n", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, 3.0, 3),
         ("0::/a/b\n", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "20000 10000"}, 2.0, 2),
         ("0::/kubepods/x\n", {"cpu.max": "100000 100000"}, 1.0, 1),  # the path is that of the host
-        (
-            "3:cpu,cpuacct:/docker/1\n",
-            {
-                "cpu,cpuacct/docker/1/cpu.cfs_quota_us": "250000\n",
-                "cpu,cpuacct/docker/1/cpu.cfs_period_us": "100000\n",
-            },
-            2.5,
-            3,
-        ),
-        # version 1, path of the host
-        ("1:cpu:/docker/1\n0::/\n", V1 | {"cpu/cpu.cfs_quota_us": "400000"}, 4.0, 4),
-        (
-            "1:cpu:/docker/1\n",
-            V1 | {"cpu/docker/1/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_quota_us": "-1"},
-            None,
-            8,
-        ),
         ("5:cpuset:/x\n", {"cpuset/x/cpu.max": "100000 100000"}, None, 8),  # of another controller
         ("0::/\n", {"cpu.max": "nonsense\n"}, None, 8),
         ("0::/\n", {}, None, 8),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import sys
 import threading
 from collections import deque
@@ -59,47 +60,22 @@ def usable_cores(system: Path = _SYSTEM) -> int:
 
 
 def cpu_quota(system: Path = _SYSTEM) -> float | None:
-    """Cores' worth of time that the control groups of this process allow, the smallest of all
-    levels; None: no limit.
-
-    Read are cpu.max of version 2, and cpu.cfs_quota_us and cpu.cfs_period_us of version 1.
+    """Cores' worth of time that the control group of this process and those above it allow, the
+    smallest of all; None: no limit. Read are the files cpu.max of version 2.
     """
     mounted = system / "sys" / "fs" / "cgroup"
     try:
         groups = (system / "proc" / "self" / "cgroup").read_text(encoding="utf-8")
     except OSError:
         return None
-    quotas: list[float | None] = []
-    for line in groups.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "" or "cpu" in controllers.split(","):
-            quotas += map(_quota_of, _levels(mounted, controllers, path))
-    return min((quota for quota in quotas if quota is not None), default=None)
-
-
-def _levels(mounted: Path, controllers: str, path: str) -> list[Path]:
-    """Folders of a control group and of those that contain it. In a container, the path may be one
-    of the host.
-    """
-    names = ("", "unified") if controllers == "" else (controllers, "cpu")
-    inside = Path(path.lstrip("/"))
-    folders = []
-    for root in dict.fromkeys(mounted / name for name in names):
-        folders += [root / level for level in (inside, *inside.parents)]
-    return folders
-
-
-def _quota_of(folder: Path) -> float | None:
-    """The quota of one control group in cores; None without one."""
-    try:
-        if (folder / "cpu.max").is_file():
-            words = (folder / "cpu.max").read_text(encoding="utf-8").split()
-        else:
-            words = [(folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")]
-        quota, period = map(int, words)
-        return quota / period if quota > 0 and period > 0 else None
-    except (OSError, ValueError):  # no such file, or "max"
-        return None
+    quotas = []
+    for group in re.findall("^0::/*(.*)", groups, re.MULTILINE):
+        # in a container, the path may be one of the host
+        for level in (Path(group), *Path(group).parents):
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                quota, period = (mounted / level / "cpu.max").read_text().split()
+                quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
 
 
 def prepare() -> None:

@@ -44,7 +44,7 @@ PLACES = {
 """Metric -> where it is shown, in the order of tables.
 
 headline: metrics.json, MLflow and the report's first table. card: on top of the report. compared:
-with baselines and earlier runs, and as curves. part: of each head, votes and what the index loses.
+with baselines, and as curves. part: of each head, votes and what the index loses.
 drawn: in charts of comparisons, and the columns of MLflow's table of runs. traded: against the
 weight of rare labels. comparison, compare: tables of `unidec compare`, on its page and in the
 terminal. tested: by paired tests of comparisons, and in DVC's figures of a run. gate: its page.

@@ -245,39 +245,6 @@ def test_every_wrong_name_and_parameter_is_reported_with_its_line(write: Write) 
 
 
 @pytest.mark.parametrize(
-    "form",
-    [
-        "comon: {}\n",
-        "seeds: [0, -1]\n",
-        "groups: {G: {cells: [a]}}\n",
-        "groups: {G: {base: 3, cells: [a]}}\n",
-        "tuning: {}\n",
-        "title: 3\nabout: [x]\n",
-    ],
-)
-def test_faults_of_form_and_of_content_are_reported_in_one_round(write: Write, form: str) -> None:
-    text = (
-        "name: No Name\ndata:\n  d: {path: rav, text: titel}\n  e: {}\ncells:\n  a: {recipe: "
-        "depls}\n  b: {like: 3}\n"
-    )
-    said = problems(write(text + form))
-    first_key = form.partition(":")[0]
-    for part in (
-        "name (line 1)",
-        "data.d.text (line 3)",
-        "data.e.path (line 4): missing",
-        "cells.b.like",
-        first_key,
-    ):
-        assert f"- {part}" in said, f"{part!r} is missing in:\n{said}"
-    assert (
-        "data.d.path (line 3): no such folder" in said
-        and "cells.a.recipe (line 6): no such recipe" in said
-    )
-    assert said.count("No Name") == 1 and ".path (line 4): no such folder" not in said
-
-
-@pytest.mark.parametrize(
     ("cells", "words"),
     [
         ("{}", "at least 1"),

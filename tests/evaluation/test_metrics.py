@@ -16,7 +16,6 @@ from unidec.evaluation.metrics import (
     by_query,
     evaluate,
     filtered_truth,
-    ideal_ranking,
     moved_up,
     pair_keys,
     remove_filtered,
@@ -340,33 +339,3 @@ def test_filtered_truth_equals_dense(density):
     np.testing.assert_array_equal(got.toarray(), truth & ~filtered)
     with pytest.raises(DataError, match="differ in shape"):
         filtered_truth(relevance, csr_matrix((30, 11)))
-
-
-def test_no_ranking_is_better_than_the_ideal_one() -> None:
-    rng = np.random.default_rng(3)
-    num = 60
-    num_labels = 30
-    k = 12
-    truth = csr_matrix(
-        (rng.random((num, num_labels)) < rng.choice([0.05, 0.2, 0.6], (num, 1))).astype(np.float32)
-    )
-    weight_L = 1 + rng.random(num_labels) * 5
-    group_L = rng.integers(0, 3, num_labels)
-    ideal = evaluate(ideal_ranking(truth, weight_L, k), truth, weight_L, group_L)
-    counts = np.diff(truth.indptr)
-    assert ideal["P@5"] == pytest.approx(100 * np.minimum(counts, 5).mean() / 5)
-    assert ideal["PSP@5"] == pytest.approx(100)
-    expected = 100 * (counts > 0).mean()
-    assert ideal["nDCG@5"] == pytest.approx(expected)
-    for _ in range(20):
-        tried = np.array([rng.permutation(num_labels)[:k] for _ in range(num)])
-        found = evaluate(tried, truth, weight_L, group_L)
-        worse = [
-            name
-            for name, value in found.items()
-            if "coverage" not in name and value > ideal[name] + 1e-9
-        ]
-        assert not worse, worse
-    none = ideal_ranking(csr_matrix((3, 5), dtype=np.float32), np.ones(5), 4)
-    assert (none == -1).all()
-    assert none.shape == (3, 4)

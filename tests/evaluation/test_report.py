@@ -13,7 +13,7 @@ import pytest
 from helpers.html_page import Page
 
 from unidec.evaluation.page import write_page
-from unidec.evaluation.report import ReportInput, calibration_bins, render, wins_and_losses
+from unidec.evaluation.report import ReportInput, calibration_bins, render
 from unidec.evaluation.significance import Comparison
 
 HOSTILE = "</td></table><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x00\ud800"
@@ -101,7 +101,6 @@ def _full(text: str = "some text") -> ReportInput:
         model=text,
         metrics={"both": METRICS, "de": METRICS, text: METRICS},
         baselines={text: {"P@1": 50.0}},
-        at_best=AT_BEST,
         baseline_note=text,
         history=[*HISTORY, {"step": 901, f"lr_{text}": 1.0}],
         rounds=[{**r, "refresh": {**REFRESH, f"{text}_seconds": 1.0}} for r in ROUNDS],
@@ -115,7 +114,6 @@ def _full(text: str = "some text") -> ReportInput:
         gains=[_example(text)],
         losses=[_example(text)],
         gain_over=text,
-        earlier={text: METRICS},
         card={text: {text: text}},
         params={text: [text, 1]},
         lineage={text: text, "dirty": True},
@@ -123,9 +121,6 @@ def _full(text: str = "some text") -> ReportInput:
         warnings=[text],
         comparison=[BETTER],
     )
-
-
-AT_BEST = {"P@1": 100.0, "P@5": 41.25, "nDCG@5": 100.0, "R@10": 98.5, "tail/R@10": 97.5}
 
 
 @functools.cache
@@ -235,20 +230,6 @@ def test_a_keyboard_reaches_all():
     assert all(words)
 
 
-def test_what_could_be_reached_at_best_is_beside_each_figure():
-    page = Page(_plain())
-    assert "P@5, at best 41.2" in page.words and "P@1, at best 100.0" in page.words
-    row = page.row("at best")
-    assert row[1] == "100.00" and "41.25" in row
-    assert "97.50" in page.row("at best, tail")
-    compared = page.row("R@10, tail (< 10 queries)")  # the model, at best, the difference
-    assert compared[1:3] == ["30.00", "97.50"]
-
-
-def test_nothing_is_at_best_where_it_is_not_known(undrawn):
-    assert "at best" not in Page(render(dataclasses.replace(_full(), at_best={}))).words.lower()
-
-
 def test_long_lists_are_folded():
     assert "<details open" not in _plain()
     assert "all parameters" in Page(_plain()).words
@@ -264,25 +245,6 @@ def test_an_empty_report_is_a_page():
 def test_the_same_input_gives_the_same_bytes(tmp_path):
     write_page(tmp_path / "a", render(_full()))
     assert (tmp_path / "a").read_bytes() == _plain().encode()
-
-
-def test_the_verdict_tells_where_it_wins_and_where_it_loses(undrawn):
-    own = {"P@1": 50.0, "P@5": 20.0, "PSP@5": 30.0, "tail/R@10": 8.0}
-    other = {"P@1": 49.0, "P@5": 20.04, "PSP@5": 32.5, "tail/R@10": 7.0, "R@100": 1.0}
-    words = wins_and_losses(own, other)
-    assert words == "higher: P@1 +1.0, R@10 of tail labels +1.0; lower: PSP@5 -2.5; equal: P@5"
-    page = Page(
-        render(
-            ReportInput(
-                metrics={"both": own},
-                earlier={"the champion (version 3)": other, "the last run": {}},
-            )
-        )
-    )
-    assert f"Against the champion (version 3), points: {words}." in page.words
-    assert "Against the last run, points: measured on other data" in page.words
-    assert page.row("the champion (version 3)")[1] == "49.00"
-    assert not any(row[:1] == ["the last run"] for row in page.rows)
 
 
 def test_contributions_of_groups_stand_beside_the_metric_within_each(undrawn):

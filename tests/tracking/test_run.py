@@ -13,7 +13,7 @@ import pytest
 import unidec.tracking.run as tracking
 from unidec.tracking.provenance import code_tags, dvc_hash
 from unidec.tracking.run import Tracker, metric_name
-from unidec.tracking.store import open_client, prepare_store, sqlite_path, tracking_uri
+from unidec.tracking.store import VIEW, open_client, prepare_store, sqlite_path, tracking_uri
 
 PARAMS = {f"section.key{i}": i for i in range(230)} | {"long": "x" * 7000}
 DATASET = {
@@ -84,7 +84,10 @@ def test_run_holds_parameters_data_set_tags_and_metrics(client, tmp_path):
     assert json.loads(dataset.profile) == {"num_queries": 7}
     assert json.loads(dataset.source) == {"uri": "data/dataset"}
     assert run.data.tags["git.dirty"] == "false"
-    assert run.info.run_name == "run"
+    assert run.info.run_name == tracker.run_name == "run"
+    experiment = client.get_experiment(run.info.experiment_id)
+    view = json.loads(experiment.tags[f"mlflow.sharedViewState.{VIEW}"])
+    assert "metrics.`test/PSP_at_5`" in view["selectedColumns"]
     paths = {file.path for file in client.list_artifacts(tracker.run_id, "report")}
     assert paths == {
         "report/loss.csv",

@@ -222,7 +222,7 @@ def _check_edit(
     edits = [("add", label) for label in add]
     edits += [("remove", LabelText(uid, "")) for uid in remove]
     edits += [("update", label) for label in update]
-    problems: list[str] = []
+    found: list[tuple[LabelText, str]] = []
     known_labels = functools.cache(lambda: Known(bundle.row_of))
     first_edit: dict[str, str] = {}
     for kind, label in edits:
@@ -240,8 +240,7 @@ def _check_edit(
         elif kind != "remove" and not label.text.strip():
             problem = f"{uid!r} has no text to be found by"
         first_edit.setdefault(uid, kind)
-        if problem:
-            problems.append(f"{label.where}: {problem}" if label.where else problem)
+        found.append((label, problem))
     added = {label.uid for label in add}
     for query in examples:
         problem = ""
@@ -249,8 +248,8 @@ def _check_edit(
             problem = f"a query of {query.uid!r}, which is not added here"
         elif not query.text.strip():
             problem = f"an empty query of {query.uid!r}"
-        if problem:
-            problems.append(f"{query.where}: {problem}" if query.where else problem)
+        found.append((query, problem))
+    problems = [": ".join(filter(None, (one.where, problem))) for one, problem in found if problem]
     if problems:
         raise DataError(
             f"{len(problems):,} problems in a change of labels; nothing was written",

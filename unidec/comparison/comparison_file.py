@@ -6,7 +6,6 @@ or `pool.beta: 2`.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,8 +30,6 @@ from unidec.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-# for faulty values of required keys, so that the rest can be checked
-STAND_INS = {"name": "x", "path": "."}
 Name = Annotated[
     str, StringConstraints(min_length=1, max_length=60, pattern=r"^[^/*?\[\]\x00-\x1f]+$")
 ]
@@ -129,16 +126,15 @@ class ComparisonFile(Section):
     )
 
 
-def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str], list[str]]:
+def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str]]:
     """Read a comparison file and check its form.
 
     Returns:
-        The file without faulty parts and without optional data sets whose folder does not exist;
-        the line of each key path ("line 3"); and the problems, the unknown keys and wrong values.
+        The file without optional data sets whose folder does not exist, and the line of each key
+        path ("line 3").
 
     Raises:
-        ConfigError: no such file, or not YAML. ParamsError: the problems, if they leave nothing
-        that can be checked.
+        ConfigError: no such file, or not YAML. ParamsError: every unknown key and wrong value.
     """
     path = Path(path)
     if not path.is_file():
@@ -146,15 +142,11 @@ def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str], list[st
         raise ConfigError("no such comparison file", where=path, fix=fix)
     raw, lines = read_yaml(path)
     origin = origins(lines)
-    problems: list[str] = []
     try:
         file = ComparisonFile.model_validate(raw)
     except ValidationError as error:
         problems = [_explain(detail, origin) for detail in error.errors(include_url=False)]
-        checkable = _checkable(raw, error)
-        if checkable is None:
-            raise ParamsError(problems, str(path), "comparison file") from None
-        file = checkable
+        raise ParamsError(problems, str(path), "comparison file") from None
     left = {}
     for name, entry in file.data.items():
         if entry.optional and not Path(entry.path).is_dir():
@@ -165,43 +157,12 @@ def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str], list[st
         what = "no data set of this comparison exists"
         fix = "add the folder of one of them, or another entry in `data`"
         raise ConfigError(what, where=path, got=", ".join(file.data), fix=fix)
-    return file.model_copy(update={"data": left}), origin, problems
-
-
-def _checkable(raw: Mapping[str, Any], error: ValidationError) -> ComparisonFile | None:
-    """The file without its faulty parts; None if too little is left to check the rest."""
-    left = copy.deepcopy(dict(raw))
-    for _ in range(2):  # a wrong value that is removed may be one that its section requires
-        for detail in error.errors(include_url=False):
-            _remove(left, _place(detail))
-        try:
-            return ComparisonFile.model_validate(left)
-        except ValidationError as remaining:
-            error = remaining
-    return None
-
-
-def _place(detail: ErrorDetails) -> list[str]:
-    return [str(part) for part in detail["loc"] if part != "[key]"]
-
-
-def _remove(section: dict[str, Any], place: list[str]) -> None:
-    """Remove a key, or what lacks the key; a stand-in replaces it where there is one. Of a list,
-    all is removed.
-    """
-    key, *rest = place
-    inner = section.get(key)
-    if rest and isinstance(inner, dict) and (rest[0] in inner or rest[0] in STAND_INS):
-        _remove(inner, rest)
-        return
-    section.pop(key, None)
-    if key in STAND_INS:
-        section[key] = STAND_INS[key]
+    return file.model_copy(update={"data": left}), origin
 
 
 def _explain(detail: ErrorDetails, origin: dict[str, str]) -> str:
     """One of pydantic's errors as the text of a problem."""
-    path = _place(detail)
+    path = [str(part) for part in detail["loc"] if part != "[key]"]
     key = ".".join(path)
     got = short(detail["input"])
     if detail["type"] == "extra_forbidden":

@@ -115,7 +115,7 @@ class Planner:
     Attributes:
         origin: line of each key path of the file.
         overrides: of --set.
-        problems: begins with those of the file's form.
+        problems: texts of what is wrong.
         wrong_params: text of a problem -> first cell that has it.
         systems: cells read so far; None: something is wrong.
         chosen: settings of the cells that were tuned.
@@ -126,12 +126,11 @@ class Planner:
         file: ComparisonFile,
         origin: dict[str, str],
         overrides: Mapping[str, Any],
-        problems: Sequence[str] = (),
     ) -> None:
         self.file = file
         self.origin = origin
         self.overrides = overrides
-        self.problems = list(problems)
+        self.problems: list[str] = []
         self.wrong_params: dict[str, str] = {}
         self.systems: dict[str, System | None] = {}
         self.chosen: Mapping[str, Overrides] = {}

@@ -122,11 +122,11 @@ def load_comparison(
         name.
         ConfigError: the file has no section `tuning` to run, or has not been tuned yet.
     """
-    file, origin, problems = read_file(path)
-    if tune and file.tuning is None and not problems:
+    file, origin = read_file(path)
+    if tune and file.tuning is None:
         raise ConfigError("nothing to tune", where=path, expected="a section `tuning`", fix=EXAMPLE)
     choose = None if tune else partial(read_chosen, path, file)
-    planner = Planner(file, origin, overrides or {}, problems)
+    planner = Planner(file, origin, overrides or {})
     jobs = planner.jobs(path, choose)
     root = Path(folder or ROOT / file.name)
     steps = steps_of(jobs, root)

@@ -316,22 +316,6 @@ def moved_up(label_NK: NDArray[np.int64], k: int) -> NDArray[np.int64]:
     return np.pad(found, ((0, 0), (0, k - found.shape[1])), constant_values=-1)
 
 
-def ideal_ranking(relevance: csr_matrix, inverse_propensity_L: Any, k: int) -> NDArray[np.int64]:
-    """The relevant labels of each query, rare ones first: int64 [N, k], -1 = none.
-
-    No ranking has higher P, R, nDCG, PSP or MRR."""
-    num_queries, num_labels = _shape(relevance)
-    weight_L = np.asarray(inverse_propensity_L, dtype=np.float64)
-    row_E, label_E = np.divmod(pair_keys(relevance, positive_only=True), max(num_labels, 1))
-    order = np.lexsort((label_E, -weight_L[label_E], row_E))
-    row_E = row_E[order]
-    place_E = np.arange(len(row_E)) - np.searchsorted(row_E, row_E)
-    fits_E = place_E < k
-    out_NK = np.full((num_queries, k), -1, dtype=np.int64)
-    out_NK[row_E[fits_E], place_E[fits_E]] = label_E[order][fits_E]
-    return out_NK
-
-
 def truth_of(dataset: Any, rows: Any) -> csr_matrix:
     """`filtered_truth` of the queries at these rows of a data set."""
     return filtered_truth(dataset.relevance[rows], dataset.filter_pairs[rows])

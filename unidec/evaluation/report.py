@@ -11,10 +11,10 @@ import numpy as np
 
 from unidec.evaluation import page
 from unidec.evaluation.figures import Chart, Line, bar_chart, line_chart
-from unidec.evaluation.page import Records, Shown, Table
+from unidec.evaluation.page import Records, Table
 from unidec.evaluation.plot_tables import by_group, finite, round_parts, validation_records
 from unidec.evaluation.significance import Comparison
-from unidec.metric_names import BASELINES, in_words, of_all_labels, parse, shown
+from unidec.metric_names import BASELINES, of_all_labels, parse, shown
 
 HEADS = {
     "both": "both heads",
@@ -22,8 +22,6 @@ HEADS = {
     "clf": "classifier alone",
     "knn": "votes of similar queries alone",
 }
-AT_BEST = "at best"  # row of the highest values that are possible
-EQUAL = 0.05  # percentage points: smaller differences would be shown as 0.0
 GROUPS = {
     "tail": "tail (< 10 queries)",
     "torso": "torso (10 to 100 queries)",
@@ -57,7 +55,6 @@ class ReportInput:
         metrics: {"both" | "de" | "clf" | "knn" | any name: {metric: percent}}, the served system
             first; group metrics as "tail/R@10". baselines: the same. baseline_note: how they were
             built.
-        at_best: the highest values that any ranking of these queries can have.
         history, rounds: lines of history.jsonl and rounds.jsonl. bins: of `frequency_bins`.
         index: facts about the index, such as {"recall@10": 99.8}.
         fusion: "by_tail": metrics by the "tail" weight.
@@ -65,8 +62,6 @@ class ReportInput:
         gains, losses: examples {"query", "truth": [title], "predictions": [{"label", "title",
             "score", "correct"}], "missed": [title], "gain": nDCG@5 of the query minus that of
             `gain_over`, in points}, the largest first.
-        earlier: test metrics of earlier runs by their displayed names; {}: the run was measured on
-        other data.
         card: facts about the data set. params: all parameters. lineage: git commit, hashes, run id.
         verdict: a sentence on the gains over the baselines. comparison: the comparisons behind it.
         warnings: sentences on why the metrics may be misleading.
@@ -78,7 +73,6 @@ class ReportInput:
     model: str = ""
     metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     baselines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    at_best: Mapping[str, float] = field(default_factory=dict)
     baseline_note: str = ""
     history: Records = ()
     rounds: Records = ()
@@ -89,7 +83,6 @@ class ReportInput:
     gains: Records = ()
     losses: Records = ()
     gain_over: str = ""
-    earlier: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     card: Mapping[str, Any] = field(default_factory=dict)
     params: Mapping[str, Any] = field(default_factory=dict)
     lineage: Mapping[str, Any] = field(default_factory=dict)
@@ -102,20 +95,15 @@ def render(report: ReportInput) -> str:
     """The HTML of the report."""
     systems = {HEADS.get(name, name): figures for name, figures in report.metrics.items()}
     main = next(iter(systems.values()), {})
-    earlier = {name: metrics for name, metrics in report.earlier.items() if metrics}
-    compared: dict[str, Mapping[str, Any]] = {**systems, **earlier, **report.baselines}
-    if report.at_best:  # as texts, so that they are not the best of a column
-        compared[AT_BEST] = {name: Shown(f"{value:.2f}") for name, value in report.at_best.items()}
+    compared = {**systems, **report.baselines}
     kinds = ["" if name in systems else "reference" for name in compared]
-    verdicts = {name: wins_and_losses(main, other) for name, other in report.earlier.items()}
-    group_charts, groups = _groups(systems, report.at_best)
+    group_charts, groups = _groups(systems)
     traded = _lines(report.fusion.get("by_tail", ()), "tail", shown("traded"), dots=True)
     return page.render(
         "report",
         report=report,
-        head_cards=_cards(main, report.at_best),
+        head_cards=_cards(main),
         num_queries=int(main.get("num_queries", 0)),
-        verdicts=verdicts,
         headline=Table.of("system", compared, shown("headline"), best=True, kinds=kinds),
         groups_shown=GROUPS,
         baselines_shown=BASELINES,
@@ -135,44 +123,14 @@ def render(report: ReportInput) -> str:
     )
 
 
-def wins_and_losses(own: Mapping[str, float], other: Mapping[str, float]) -> str:
-    """The metrics on which a system is higher or lower than another, or equal, as one line."""
-    if not other:
-        return "measured on other data; the gate ranks this test split with both"
-    parts: dict[str, list[str]] = {"higher": [], "lower": [], "equal": []}
-    for name in shown("compared"):
-        if name not in own or name not in other:
-            continue
-        gap = own[name] - other[name]
-        if abs(gap) < EQUAL:
-            parts["equal"].append(in_words(name))
-        else:
-            how = "higher" if gap > 0 else "lower"
-            parts[how].append(f"{in_words(name)} {gap:+.1f}")
-    return "; ".join(f"{how}: {', '.join(names)}" for how, names in parts.items() if names)
+def _cards(main: Mapping[str, float]) -> list[tuple[str, str, str]]:
+    """The main figures."""
+    figures = {name: main.get(name, math.nan) for name in shown("card")}
+    return [(f"{value:.1f}", name, "") for name, value in figures.items() if math.isfinite(value)]
 
 
-def _cards(main: Mapping[str, float], at_best: Mapping[str, float]) -> list[tuple[str, str, str]]:
-    """The main figures, each with what could be reached at best."""
-    cards = []
-    for name in shown("card"):
-        value = main.get(name, math.nan)
-        if math.isfinite(value):
-            if name in at_best:
-                name += f", at best {at_best[name]:.1f}"
-            cards.append((f"{value:.1f}", name, ""))
-    return cards
-
-
-def _groups(
-    systems: Mapping[str, Mapping[str, float]], at_best: Mapping[str, float]
-) -> tuple[list[Chart | None], Table]:
+def _groups(systems: Mapping[str, Mapping[str, float]]) -> tuple[list[Chart | None], Table]:
     """Charts and a table of metrics by frequency group, without groups that no test query has."""
-    measured = dict(systems)
-    if at_best:
-        main = next(iter(systems.values()), {})
-        counts = {name: value for name, value in main.items() if "num_queries" in name}
-        measured[AT_BEST] = {**at_best, **counts}
     columns = {}
     for metric in shown("group"):
         if parse(metric).kind == "P":
@@ -182,7 +140,7 @@ def _groups(
             columns[metric] = f"{metric} within"
     columns["num_queries"] = "queries with such a label"
     rows = {}
-    for name, metrics in measured.items():
+    for name, metrics in systems.items():
         for group, of_group in by_group(metrics).items():
             if of_group.get("num_queries", 1):
                 rows[name, group] = _within(of_group, metrics.get("num_queries"))

@@ -5,7 +5,6 @@ Legend: n queries of the split, K places.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -22,7 +21,7 @@ from unidec.data.dataset import Text, XMCDataset
 from unidec.data.propensity import training_counts
 from unidec.data.storage import read_json_lines, write_bytes_atomic, write_json
 from unidec.evaluation import baselines
-from unidec.evaluation.metrics import by_query, frequency_bins, ideal_ranking
+from unidec.evaluation.metrics import by_query, frequency_bins
 from unidec.evaluation.page import write_page
 from unidec.evaluation.plot_tables import plots_csv, validation_records
 from unidec.evaluation.report import ReportInput, render
@@ -40,7 +39,6 @@ from unidec.ranking.heads import Ranked
 from unidec.ranking.index import recall
 from unidec.ranking.ranker import SINGLE_HEADS
 from unidec.text_page import markdown_table
-from unidec.tracking.fetch import measured_before
 from unidec.tracking.provenance import COMMIT_TAG, code_tags, dvc_hash
 from unidec.tracking.run import Tracker
 from unidec.training.precision import choose_device
@@ -231,12 +229,10 @@ def _report(
         rounds=rounds,
         bins=result["frequency_bins"],
         metrics=_systems(result, heads),
-        at_best=at_best(measured.ranking),
         baselines={BASELINES[name]: headline(metrics) for name, metrics in of_baselines},
         baseline_note=measured.tfidf.about,
         comparison=measured.compared,
         verdict=baselines.verdict(measured.compared),
-        earlier=measured_before(tracker, params.tracking.model_name, dataset.sha256),
         warnings=result["warnings"],
         calibration=_calibration(measured),
         **_examples(measured),
@@ -390,16 +386,6 @@ def data_card(params: Params) -> dict[str, str | int]:
         "labels without training queries": int(without.sum()),
         "propensity A, B": f"{params.data.propensity_a}, {params.data.propensity_b}",
     }
-
-
-def at_best(ranking: Ranking) -> dict[str, float]:
-    """The highest values that any ranking of the split can have, without coverage: for example P@5
-    is at most 40 with two labels a query.
-    """
-    best = ideal_ranking(ranking.truth, ranking.propensity.inverse_L, K)
-    metrics = ranking.metrics_of(best)
-    left_out = re.compile("coverage|num_queries")
-    return {name: value for name, value in metrics.items() if not left_out.search(name)}
 
 
 def _lineage(

@@ -25,18 +25,15 @@ from unidec.addresses import without_credentials
 from unidec.data.file_lock import lock_file
 from unidec.data.storage import read_json, write_json
 from unidec.errors import ArtifactError, ConfigError, UnidecError
-from unidec.tracking.promotion import CHAMPION, known_version, version_of
+from unidec.tracking.promotion import known_version, version_of
 from unidec.tracking.registry import HASH_TAG, checked_sha256, download, find_version, tracking_to
-from unidec.tracking.run import Tracker
 from unidec.tracking.store import (
     open_client,
     sqlite_path,
-    store_errors,
     tracking_uri,
 )
 
 if TYPE_CHECKING:
-    from mlflow.entities import Run
     from mlflow.entities.model_registry import ModelVersion
 
 COPIES = Path("runs/bundles")  # of registered bundles, by hash; may be deleted at any time
@@ -260,48 +257,6 @@ def fetch_by_hash(model_name: str, sha256: str, folder: Path) -> Path:
 def find_alias(model_name: str, alias: str) -> ModelVersion | None:
     """The version that an alias names; None if there is no such model or alias."""
     return version_of(open_client(tracking_uri()), model_name, alias)
-
-
-def measured_before(
-    tracker: Tracker, model_name: str, dataset_sha256: str
-) -> dict[str, dict[str, float]]:
-    """Test metrics in percent ({"P@1": ...}) of the champion's run and of the experiment's last
-    other run with metrics, by the name of the run; {} for a run on another data set. No entries if
-    the store does not answer.
-    """
-    if not tracker.run_id:
-        return {}
-    # these metrics are optional: the report is written without them
-    with contextlib.suppress(*store_errors()):
-        client = open_client(tracker.uri)
-        place = client.get_run(tracker.run_id).info.experiment_id
-        names = {tracker.run_id: ""}
-        if champion := version_of(client, model_name, CHAMPION):
-            names.setdefault(champion.run_id, f"the champion (version {champion.version})")
-        last = client.search_runs(
-            [place], "metrics.`test/nDCG_at_5` >= 0", order_by=["start_time DESC"], max_results=3
-        )
-        others = [run.info for run in last if run.info.run_id not in names]
-        for other in others[:1]:
-            names[other.run_id] = f"the last run ({other.run_name})"
-        del names[tracker.run_id]
-        return {
-            name: _test_metrics(client.get_run(run_id), dataset_sha256)
-            for run_id, name in names.items()
-        }
-    return {}
-
-
-def _test_metrics(run: Run, dataset_sha256: str) -> dict[str, float]:
-    """Test metrics of a run; {} if its data set is another one."""
-    used = run.inputs.dataset_inputs if run.inputs else []
-    if not any(dataset_sha256.startswith(one.dataset.digest) for one in used):
-        return {}
-    found = {}
-    for key, value in run.data.metrics.items():
-        if key.startswith("test/"):
-            found[key.removeprefix("test/").replace("_at_", "@")] = value
-    return found
 
 
 def _fetch(version: ModelVersion, folder: Path, uri: str) -> Path:

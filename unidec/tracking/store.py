@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 _SQLITE = "sqlite:///"
-_VARIABLES = "environment_variables.py"  # of MLflow
 _SCHEMES = frozenset(
     ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "databricks-uc", "uc")
 )
@@ -80,39 +79,12 @@ def quiet_mlflow() -> None:
     """
     if (found := importlib.util.find_spec("mlflow")) is None or found.origin is None:
         raise missing_package(ModuleNotFoundError(name="mlflow"))
-    _drop_invalid_variables()
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     reach_local_servers()
     for name in ("alembic", "mlflow.system_metrics", "mlflow.pyfunc"):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.ERROR)  # a line for each attempt
-
-
-@functools.cache
-def _drop_invalid_variables() -> None:
-    """Ignore variables of MLflow with values that it does not accept: it would fail in the middle
-    of its work.
-    """
-    if not any(name.startswith("MLFLOW_") for name in os.environ):
-        return
-    package = importlib.util.find_spec("mlflow")
-    assert package is not None and package.origin is not None
-    # the file alone: importing the package reads some of them
-    spec = importlib.util.spec_from_file_location(
-        "_mlflow_variables", Path(package.origin).with_name(_VARIABLES)
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for variable in vars(module).values():
-        if not isinstance(variable, module._EnvironmentVariable) or not variable.defined:
-            continue
-        try:
-            variable.get()
-        except ValueError as error:
-            log.warning("ignored in the environment: %s", error)
-            variable.unset()
 
 
 def import_mlflow() -> Any:
