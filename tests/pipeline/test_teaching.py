@@ -74,13 +74,15 @@ def test_the_plan_counts_it(work, gandalf):
     alone = memory_probe.measure(without, sizes, gpu=False, half=False)
     more = step.step["heads and losses"] - alone.step["heads and losses"]
     width = 48  # of both heads, without the bias, which the search does not need
-    vectors = 2 * 16 * width + 4 * step.num_labels * width
-    assert teaching.teacher_width("teacher") >= width
+    of_queries = 2 * 16 * width
+    of_labels = 4 * step.num_labels * width
+    vectors = of_queries + of_labels
     assert more >= vectors + 4 * 16 * step.num_labels  # at least a softmax for the backward pass
     plan = memory_plan.plan_memory(of, sizes)
     (cached,) = [one for one in plan.amounts if "teacher" in one.name]
     rows_n = teaching.open_teacher(of).rows_n
-    assert cached.num_bytes >= 2 * len(rows_n) * teaching.teacher_width("teacher")
+    stored_width = teaching.teacher_width("teacher")
+    assert cached.num_bytes >= 2 * len(rows_n) * stored_width
 
 
 @pytest.mark.parametrize("gandalf", [False, True])
@@ -91,7 +93,8 @@ def test_its_vectors_give_the_bundles_scores(work, gandalf):
     rows = dataset.rows("train")
     texts = dataset.query_texts(rows)
     if gandalf:
-        rows = np.concatenate([rows, dataset.num_queries + np.arange(dataset.num_labels)])
+        labels = np.arange(dataset.num_labels)
+        rows = np.concatenate([rows, dataset.num_queries + labels])
         texts += dataset.label_texts()
     assert vectors.rows_n.tolist() == rows.tolist()
     assert vectors.query_nE.dtype == np.float16
@@ -142,7 +145,8 @@ def test_a_student_is_an_ordinary_model(work):
         run = trained(params(**values))
         pipeline.index(params(**values))
         shutil.copytree(paths.BUNDLE, name)
-        losses = [line["loss"] for line in read_json_lines(run.folder / "history.jsonl")]
+        history = read_json_lines(run.folder / "history.jsonl")
+        losses = [line["loss"] for line in history]
         assert np.isfinite(losses).all()
     alone, taught = (Bundle.load(name) for name in ("alone", "taught"))
     assert {path.relative_to("taught") for path in Path("taught").rglob("*")} == {
@@ -162,7 +166,8 @@ def test_a_teacher_with_other_labels_is_refused(work, tiny_raw):
         match=r"teacher\.bundle: the teacher has other labels(.|\n)*their order(.|\n)*fix: a ",
     ):
         teaching.open_teacher(params(**TAUGHT))
-    assert not list(paths.CACHE.glob("teacher-*")) and dataset.num_labels == 40
+    assert dataset.num_labels == 40
+    assert not list(paths.CACHE.glob("teacher-*"))
 
 
 def test_a_folder_that_is_no_bundle_is_refused(work):

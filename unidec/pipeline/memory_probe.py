@@ -24,13 +24,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unidec.config import Params
-from unidec.data.tokens import GPU_CHUNK_TOKENS, TokenCache
+from unidec.data.tokens import GPU_CHUNK_TOKENS
 from unidec.errors import ConfigError
 from unidec.methods.assembly import additions, chosen_methods, rows_of
 from unidec.methods.inception import token_layers
 from unidec.methods.label_clusters import LABEL_CLUSTER
 from unidec.methods.simcse import texts_as_labels
-from unidec.methods.teacher import TeacherLoss, TeacherVectors
+from unidec.methods.teacher import TeacherLoss
 from unidec.model.batch import TextChunks
 from unidec.model.encoder import EncoderInput, TextEncoder, TransformerEncoder, transformer_options
 from unidec.model.encoder_inputs import InputBuilder
@@ -40,7 +40,8 @@ from unidec.model.row_table import Placement
 from unidec.model.sources import resolve_encoder
 from unidec.model.unidec import UniDEC
 from unidec.pipeline.live_bytes import AsOnGPU, LiveBytes
-from unidec.pipeline.teaching import teacher_width
+from unidec.pipeline.repeated_texts import RepeatedTexts
+from unidec.pipeline.teaching import unread_teacher
 from unidec.training.batches import Batches, TrainingTexts
 from unidec.training.distributed import Ranks
 from unidec.training.gradient_cache import encode_texts
@@ -80,7 +81,6 @@ DECISIVE: dict[str, Any] = {
 # a step over all labels is probed with at most so many of them: what it needs grows by the label
 MOST_TEXTS = 1 << 12
 MOST_LABELS = 1 << 17
-_TEXTS = 4093  # different texts; a prime, so that texts at any distance are different ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,31 +153,6 @@ class _OneOf(Ranks):
 
     def _gather(self, x_RD: Tensor, sizes: Sequence[int]) -> Tensor:
         return x_RD.new_empty(sum(sizes), *x_RD.shape[1:])
-
-
-class _Repeated(TokenCache):
-    """As many texts as are asked for, the same few again and again: some of the greatest length, as
-    many as the mean allows, the others of one token.
-    """
-
-    def __init__(self, count: int, tokens: tuple[float, int], most: int, vocab_size: int) -> None:
-        longest = min(tokens[1], most)
-        share = (min(tokens[0], most) - 1) / max(longest - 1, 1)
-        shuffled = np.random.default_rng(0).permutation(_TEXTS)
-        lengths = np.where(shuffled < share * _TEXTS, longest, 1)
-        offsets = np.cumsum([0, *lengths])
-        ids = np.arange(offsets[-1]) % vocab_size
-        super().__init__(ids, offsets, vocab_size, 0, longest)
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def lengths(self, rows: Any = None) -> Any:
-        return super().lengths(rows % _TEXTS)
-
-    def starts(self, rows_B: Any) -> Any:
-        return super().starts(rows_B % _TEXTS)
 
 
 class _Builder(InputBuilder):
@@ -454,8 +429,9 @@ class _Probe:
         rows = rows_of(self.model, related, graph, cast(Any, None))
         if settings.pool.simcse:
             pairs = texts_as_labels(pairs)
+        teacher = unread_teacher(self.params.teacher.bundle, self.num_batch)
         methods, pairs = chosen_methods(
-            settings, self.model, rows, pairs, self.autocast, teacher=self._teacher()
+            settings, self.model, rows, pairs, self.autocast, teacher=teacher
         )
         weights = np.broadcast_to(1.0, (self.num_labels,))
         batches = Batches(
@@ -472,18 +448,6 @@ class _Probe:
             settings.loss, self.model, methods, seed=0, ranks=self.ranks, autocast=self.autocast
         )
         return batches, objective
-
-    def _teacher(self) -> TeacherVectors | None:
-        """Vectors without values of the queries of the batch, and of any labels."""
-        width = teacher_width(self.params.teacher.bundle)
-        if not width:
-            return None
-        query_nE = np.zeros((self.num_batch, width), dtype=np.float16)
-        return TeacherVectors(
-            np.arange(self.num_batch),
-            query_nE,
-            lambda labels_S: np.zeros((len(labels_S), width), dtype=np.float32),
-        )
 
     def _pairs(self) -> TrainingPairs:
         """Queries with as many labels as the mean; behind those of the batch others that have the
@@ -513,6 +477,6 @@ class _Probe:
     def _texts(self, pairs: TrainingPairs) -> TrainingTexts:
         most = self.params.tokens.max_length
         vocab = self.sizes.vocab_size
-        queries = _Repeated(len(pairs.rows), self.sizes.query_tokens, most, vocab)
-        labels = _Repeated(self.num_labels, self.sizes.label_tokens, most, vocab)
+        queries = RepeatedTexts(len(pairs.rows), self.sizes.query_tokens, most, vocab)
+        labels = RepeatedTexts(self.num_labels, self.sizes.label_tokens, most, vocab)
         return TrainingTexts({"queries": queries, "labels": labels})

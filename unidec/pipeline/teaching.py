@@ -69,6 +69,18 @@ def teacher_width(bundle: str) -> int:
     return heads.take(slice(0, 1)).shape[1]
 
 
+def unread_teacher(bundle: str, num_queries: int) -> TeacherVectors | None:
+    """A teacher without values, for a step whose memory is measured; None for no teacher."""
+    width = teacher_width(bundle)
+    if not width:
+        return None
+    return TeacherVectors(
+        np.arange(num_queries),
+        np.zeros((num_queries, width), dtype=np.float16),
+        lambda labels_S: np.zeros((len(labels_S), width), dtype=np.float32),
+    )
+
+
 def _encode(bundle: Bundle, dataset: XMCDataset, rows_n: np.ndarray) -> np.ndarray:
     """The teacher's vectors of training texts, float16 [n, E]."""
     text = cast(Text, bundle.info.text)
