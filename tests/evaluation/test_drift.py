@@ -266,3 +266,4 @@ def test_words_of_a_check() -> None:
     assert stored["check"] == "c"
     assert stored["stop"] == [None, 0.5]
     assert Check("n", "n", "mean", 1.0, float("nan"), (0.9, 1.1)).state == "warning"
+    assert Check("n", "n", "mean", 1.0, float("nan"), (0.9, 1.1), (0.5, 1.5)).state == "stop"

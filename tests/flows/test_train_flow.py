@@ -95,7 +95,7 @@ class Stages(types.SimpleNamespace):
     def data_change(self, _params: Params) -> DataChange:
         self.called("data_change")
         accepted = {"model": "unidec", "version": "2", "dataset_sha256": "0"}
-        return DataChange(accepted, "", [], ["fewer queries"], "data/change/index.html", "")
+        return DataChange(accepted, "", [], ["fewer queries"], "data/change/index.html")
 
     def choose_start(self, _params: Params, kind: str | None) -> ChosenStart:
         self.called(f"choose_start {kind}")

@@ -4,7 +4,7 @@ All figures are compared by one method. Each has a change or a distance, and a l
 `drift` of the parameters. The limit is raised to what chance explains in 99 of 100 samples of that
 size: 2.58 standard errors for a share, a mean or a metric; for a distance of histograms, its
 quantile over samples from the reference's histogram (parametric bootstrap, Efron and Tibshirani
-1993). Great Expectations documents those of a data set (`unidec.validation.checkpoint_run`).
+1993).
 
 Shape legend: N queries, D width of the embeddings, B bins, R draws.
 """

@@ -57,8 +57,7 @@ class DataChange:
         accepted: the champion's "model", "version" and "dataset_sha256"; None without a champion.
         reason: why nothing was compared, or "".
         stops, warnings: a sentence for each change beyond the limits of section `drift`.
-        page, docs: paths of the report and of Great Expectations' Data Docs; docs is "" if nothing
-        was compared.
+        page: path of the report.
     """
 
     accepted: dict[str, str] | None
@@ -66,7 +65,6 @@ class DataChange:
     stops: list[str]
     warnings: list[str]
     page: str
-    docs: str
 
 
 @dataclass(frozen=True)
@@ -114,21 +112,16 @@ def read_profile(bundle: Path) -> Side | None:
 def data_change(params: Params) -> DataChange:
     """Compare the data set with the profile of the champion's training data; writes data/change.
 
-    Great Expectations documents the checks as Data Docs.
-
     Raises:
         DataError: a figure changed by more than section `drift` allows.
         ArtifactError: the champion's bundle is damaged.
     """
-    from unidec.validation.checkpoint_run import run_change_suite
-
     dataset = paths.open_dataset()
     beside = _beside_champion(params, dataset)
     checks = beside.checks(params)
     stops = [check.words for check in checks if check.state == "stop"]
     warnings = [check.words for check in checks if check.state == "warning"]
     with swap_folder(paths.CHANGE) as folder:
-        expectations = run_change_suite(checks, folder / "docs") if checks else []
         Comparison(
             title=f"Change of {dataset.name}",
             names=("accepted", "now"),
@@ -145,9 +138,7 @@ def data_change(params: Params) -> DataChange:
                 "stops": stops,
                 "warnings": warnings,
                 "dataset_sha256": dataset.sha256,
-                "expectations": expectations,
             },
-            docs="docs/index.html" if checks else "",
         ).write(folder)
     page = str(paths.CHANGE / PAGE)
     if stops:
@@ -157,8 +148,7 @@ def data_change(params: Params) -> DataChange:
             got="; ".join(stops),
             fix="correct the source; or, if this is what the data is now, raise drift.stop",
         )
-    docs = str(paths.CHANGE / "docs" / "index.html") if checks else ""
-    return DataChange(beside.accepted, beside.reason, stops, warnings, page, docs)
+    return DataChange(beside.accepted, beside.reason, stops, warnings, page)
 
 
 def champion_change(params: Params) -> Comparison:

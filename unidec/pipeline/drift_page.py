@@ -30,7 +30,6 @@ class Comparison:
         names: of the earlier and the later side, on the page.
         reason: why nothing was compared or judged, or "".
         facts: shown on the page. more: further keys of drift.json.
-        docs: relative address of Data Docs, or "".
     """
 
     title: str
@@ -41,7 +40,6 @@ class Comparison:
     reason: str
     facts: Mapping[str, Any] = field(default_factory=dict)
     more: Mapping[str, Any] = field(default_factory=dict)
-    docs: str = ""
 
     @property
     def charts(self) -> list[Chart | None]:
@@ -79,7 +77,6 @@ class Comparison:
             checks=self.checks,
             facts_shown=self.facts,
             reason=self.reason,
-            docs=self.docs,
             distributions=self.charts,
             words=Table(
                 ["word", *self.names],

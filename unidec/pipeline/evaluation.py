@@ -119,7 +119,7 @@ def evaluate(params: Params) -> Evaluation:
     tracker.set_tags({"mlflow.note.content": about})
     tracker.log_files([paths.REPORT, paths.METRICS])
     tracker.log_files([paths.PLOTS], "plots")
-    tracker.log_files([paths.VALIDATION, paths.CHANGE], "data")  # pages, results and Data Docs
+    tracker.log_files([paths.VALIDATION, paths.CHANGE], "data")  # pages, results, Data Docs
     return Evaluation(
         metrics=headline(result["test"]),
         baselines=result["baselines"],

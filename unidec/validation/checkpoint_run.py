@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,8 @@ import pandas as pd
 from jinja2 import BytecodeCache
 from jinja2.bccache import Bucket
 
-from unidec.evaluation.drift import Check as DriftCheck
 from unidec.evaluation.page import render
 
-CHANGE_TABLE = "data_change"
 MAX_SAMPLES = 20
 _EXTERNAL = re.compile(r"<(script|style|footer)\b.*?</\1>|<(link|img)\b[^>]*>", re.DOTALL)
 
@@ -154,64 +151,3 @@ def _without_network(docs: Path, passed: Mapping[str, bool]) -> None:
         pages.append((name, address.as_posix(), state))
     page = render("docs", title="Data Docs", body="", pages=pages[::-1])
     index.write_text(page, encoding="utf-8")
-
-
-def run_change_suite(
-    checks: Sequence[DriftCheck], docs: Path | None = None
-) -> list[dict[str, Any]]:
-    """Run every drift check as one or two expectations over the new data's figures (one row, a
-    column per check), with bounds from the data that the champion was trained on.
-
-    Args:
-        docs: folder for Data Docs; None: no Data Docs.
-
-    Returns:
-        for each expectation {"key", "severity" ("critical" stops, "warning" warns), "success",
-        "minimum", "maximum", "observed"}.
-    """
-    frame = pd.DataFrame({check.key: [float(check.new)] for check in checks})
-    found = run_checkpoint(
-        CHANGE_TABLE,
-        {CHANGE_TABLE: frame},
-        lambda: {CHANGE_TABLE: _drift_expectations(checks)},
-        docs,
-    )
-    results = []
-    for _, item in found:
-        bounds = item.expectation_config.kwargs
-        key = bounds["column"]
-        result = {
-            "key": key,
-            "severity": severity_of(item),
-            "success": bool(item.success),
-            "minimum": bounds.get("min_value"),
-            "maximum": bounds.get("max_value"),
-            "observed": float(frame[key].iloc[0]),
-        }
-        results.append(result)
-    return results
-
-
-def _drift_expectations(checks: Sequence[DriftCheck]) -> list[Any]:
-    import great_expectations.expectations as gxe
-
-    expectations: list[Any] = []
-    for check in checks:
-        # Great Expectations treats NaN as missing, and missing values pass every bound
-        if math.isnan(check.new):
-            not_nan = gxe.ExpectColumnValuesToNotBeNull(
-                column=check.key, severity="critical", description=f"{check.name}: not NaN"
-            )
-            expectations.append(not_nan)
-        for bounds, severity in ((check.stop, "critical"), (check.warn, "warning")):
-            if bounds == (None, None):
-                continue
-            within = gxe.ExpectColumnValuesToBeBetween(
-                column=check.key,
-                min_value=bounds[0],
-                max_value=bounds[1],
-                severity=severity,
-                description=f"{check.name}: {check.within(bounds)}",
-            )
-            expectations.append(within)
-    return expectations
