@@ -118,7 +118,7 @@ def fit(folder: str, num_new: int) -> Facts:
     begin = time.perf_counter()
     with Memory() as memory:
         steps = Steps()
-        space = WordSpace.fit(TOKENIZER, *tokens)
+        space = WordSpace.fit(TOKENIZER, [tokens])
         words_F = space.vectors(*tokens)
         words_MF = words_F[:num_queries]
         label_words_LF = words_F[num_queries:]

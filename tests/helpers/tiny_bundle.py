@@ -113,7 +113,7 @@ def tiny_neighbours(
     uids = [f"Q{i}" for i in range(num)]
     if by_words:
         flat, offsets = tokens.ragged(np.arange(num))
-        space = WordSpace.fit(model.tokenizer_folder, flat, offsets, word_head)
+        space = WordSpace.fit(model.tokenizer_folder, [(flat, offsets)], word_head)
         titles = encode_texts(TITLES, model.tokenizer_folder, 8)
         label_words = space.vectors(*titles.ragged(np.arange(len(TITLES))))
         return Neighbours(

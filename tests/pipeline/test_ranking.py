@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from helpers.dense_votes import dense_votes
@@ -63,8 +64,7 @@ def random_ranking(monkeypatch: pytest.MonkeyPatch):
             relevance=truth(hidden_ND),
             filter_pairs=csr_matrix(rng.random((num, LABELS)) < 0.1),
             num_labels=LABELS,
-            query_uids=lambda rows: [f"v{row}" for row in rows],
-            query_texts=lambda rows: [f"t{row}" for row in rows],
+            query_columns=lambda rows: [pa.array(f"{kind}{row}" for row in rows) for kind in "vt"],
         )
         ranking = Ranking(
             dataset,

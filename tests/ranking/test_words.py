@@ -20,9 +20,10 @@ from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import KIND, VERSION
 from unidec.bundle.neighbour_files import FILES
 from unidec.data.storage import MANIFEST, folder_sha256, read_manifest, write_manifest
-from unidec.data.tokens import encode_texts
+from unidec.data.tokens import Tokens, encode_texts
 from unidec.errors import ArtifactError
-from unidec.model.words import FEWEST_TEXTS, MOST_TEXTS, WordSpace
+from unidec.model import words as words_module
+from unidec.model.words import FEWEST_TEXTS, MOST_TEXTS, WordSpace, text_blocks
 from unidec.ranking.neighbours import Neighbours
 
 QUERIES = ["red car", "an old house", "", "boat boat blue", "🚗 unknown words", "big green boat"]
@@ -91,7 +92,7 @@ def test_as_dictionaries_of_strings_say(rng, tiny_bert, vocabulary, num_texts, n
     some = np.union1d(some, [vocabulary.index("[CLS]"), vocabulary.index("[SEP]")])
     texts = [rng.choice(some, rng.integers(0, 9)) for _ in range(num_texts)]
     others = [rng.choice(len(vocabulary), rng.integers(0, 9)) for _ in range(20)]
-    space = WordSpace.fit(tiny_bert, *ragged(texts))
+    space = WordSpace.fit(tiny_bert, [ragged(texts)])
     pieces, strange = (
         [[vocabulary[i] for i in text] for text in group] for group in (texts, others)
     )
@@ -115,10 +116,35 @@ def test_as_dictionaries_of_strings_say(rng, tiny_bert, vocabulary, num_texts, n
     assert set(np.round(norms, 4)) <= {0.0, 1.0}
 
 
+@pytest.mark.parametrize("head", [0, 3])
+@pytest.mark.parametrize("size", [1, 7, 100])
+def test_blocks_of_texts_are_the_same_space_and_vectors(
+    rng, tiny_bert, vocabulary, size, head, monkeypatch
+):
+    """Also without texts."""
+    some = rng.choice(len(vocabulary), 12, replace=False)
+    for num_texts in (0, 40):
+        texts = [rng.choice(some, rng.integers(0, 9)) for _ in range(num_texts)]
+        tokens = Tokens(*ragged(texts), len(vocabulary), 0, 9)
+        rows = rng.permutation(num_texts)
+        whole = WordSpace.fit(tiny_bert, [tokens.ragged(rows)], head)
+        expected = whole.vectors(*tokens.ragged(rows))
+        monkeypatch.setattr(words_module, "TEXTS_AT_ONCE", size)
+        space = WordSpace.fit(tiny_bert, text_blocks(tokens, rows), head)
+        assert np.array_equal(space.keys_F, whole.keys_F)
+        assert np.array_equal(space.idf_F, whole.idf_F)
+        found = space.stacked(text_blocks(tokens, rows))
+        for name in ("data", "indices", "indptr"):
+            one = getattr(found, name)
+            other = getattr(expected, name)
+            assert one.dtype == other.dtype
+            assert np.array_equal(one, other)
+
+
 def test_the_order_of_a_pair_matters_and_no_pair_spans_two_texts(tiny_bert, vocabulary):
     words = [i for i, piece in enumerate(vocabulary) if piece.isalpha() and len(piece) > 3]
     pair = np.array(words[:2])
-    space = WordSpace.fit(tiny_bert, *ragged([pair, pair, pair[1:], pair[:1]]))
+    space = WordSpace.fit(tiny_bert, [ragged([pair, pair, pair[1:], pair[:1]])])
     # two words, one pair: "b a" stands nowhere, and ends of texts are ends
     assert space.num_features == 3
     forward, back = space.vectors(*ragged([pair, pair[::-1]]))
@@ -158,7 +184,7 @@ def test_neighbours_by_words_as_a_loop_says(rng, tiny_bert, vocabulary, monkeypa
         *(rng.choice(len(vocabulary), 6) for _ in range(9)),
         np.zeros(0, dtype=np.int64),
     ]
-    space = WordSpace.fit(tiny_bert, *ragged(texts))
+    space = WordSpace.fit(tiny_bert, [ragged(texts)])
     own = space.vectors(*ragged(texts))
     query = space.vectors(*ragged(asked))
     labels = rng.random((50, 8)) < 0.3

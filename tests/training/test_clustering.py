@@ -234,3 +234,72 @@ def test_clusters_a_few_at_a_time_are_the_same(num_points, monkeypatch):
         some.offsets, whole.offsets
     )
     assert some.objective == pytest.approx(whole.objective, rel=1e-5)
+
+
+def loop_cut(points, draw, sample):
+    """Positions of the halves of a part, from the centres of a sample's halves, in float64."""
+    step = -(-len(points) // sample)
+    sampled = points[::step]
+    a, b, _ = loop_split(sampled, draw, clustering.TOLERANCE, clustering.MAX_ITERATIONS)
+    centre_a = sampled[a].sum(0)
+    centre_b = sampled[b].sum(0)
+    centre_a /= np.linalg.norm(centre_a)
+    centre_b /= np.linalg.norm(centre_b)
+    difference = points @ (centre_a - centre_b)
+    order = np.argsort(-difference, kind="stable").tolist()
+    half = (len(points) + 1) // 2
+    return sorted(order[:half]), sorted(order[half:])
+
+
+@pytest.mark.parametrize(("num_points", "sample"), [(90, 1000), (203, 20)])
+def test_points_on_disk_are_cut_by_a_sample(num_points, sample, rng, monkeypatch):
+    """Parts as small as the clusters: nothing is left to do in memory."""
+    monkeypatch.setattr(clustering, "PART_BYTES", 26 * 4 * 8)
+    monkeypatch.setattr(clustering, "SAMPLE", sample)
+    equal = 0
+    for seed in range(6):
+        half = unit(rng, num_points).astype(np.float16)
+        parts = [np.arange(num_points)]
+        level = 0
+        while num_points > 26 * len(parts):
+            halves = []
+            for number, part in enumerate(parts):
+                draw = np.random.default_rng([seed, level, number]).random(2)
+                points = half[part].astype(float)
+                halves += [part[positions] for positions in loop_cut(points, draw, sample)]
+            parts = halves
+            level += 1
+        clusters = balanced_clusters(half, 26, seed=seed)
+        check_partition(clusters, num_points, 26)
+        equal += members(clusters) == [part.tolist() for part in parts]
+    assert equal >= 4  # rounding may decide a tie
+
+
+@pytest.mark.parametrize("num_points", [1, 2, 5, 37, 90])
+def test_points_on_disk_are_balanced_and_nearly_as_similar(num_points, rng, monkeypatch):
+    half = unit(rng, num_points, dim=3).astype(np.float16)
+    whole = balanced_clusters(half.astype(np.float32), 4, seed=1)
+    for part_bytes in (1, 30 * 4 * 3, 1 << 28):
+        monkeypatch.setattr(clustering, "PART_BYTES", part_bytes)
+        monkeypatch.setattr(clustering, "SAMPLE", 16)
+        made = balanced_clusters(half, 4, seed=1)
+        check_partition(made, num_points, 4)
+        again = balanced_clusters(half, 4, seed=1)
+        assert np.array_equal(made.order_N, again.order_N)
+        assert made.objective > whole.objective - 0.1
+
+
+def test_equal_and_zero_points_on_disk_are_still_balanced(monkeypatch):
+    monkeypatch.setattr(clustering, "PART_BYTES", 1)
+    for vectors in (np.ones((37, 5)), np.zeros((20, 3)), np.zeros((0, 3))):
+        made = balanced_clusters(vectors.astype(np.float16), 4, seed=0)
+        check_partition(made, len(vectors), 4)
+
+
+def test_a_bad_point_on_disk_is_named(rng, monkeypatch):
+    monkeypatch.setattr(clustering, "PART_BYTES", 1)
+    monkeypatch.setattr(clustering, "SAMPLE", 4)
+    half = unit(rng, 20).astype(np.float16)
+    half[13, 2] = np.inf
+    with pytest.raises(DataError, match=r"rows \[13\]"):
+        balanced_clusters(half, 3, seed=0)

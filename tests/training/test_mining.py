@@ -7,6 +7,7 @@ import torch
 
 from unidec.errors import DataError
 from unidec.model import search
+from unidec.model.row_table import zeros_on_disk
 from unidec.training import mining
 from unidec.training.mining import mine_hard_negatives
 
@@ -177,3 +178,48 @@ def test_the_recall_of_an_approximate_search_is_reported(rng):
     for row in case.rows:
         assert not (case.positive | case.filtered)[row, found[row]].any()
         assert len(set(found[row])) == wanted
+
+
+@pytest.mark.parametrize("kind", ["exact", "faiss"])
+def test_vectors_in_half_precision_on_disk_are_mined_as_their_values(
+    kind, rng, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(mining, "_LISTS_A_PROBE", 1)
+    monkeypatch.setattr(mining, "_ADDED", 7)
+    case = MiningCase(rng)
+    query = zeros_on_disk(tmp_path, case.query.shape, torch.float16).numpy()
+    label = zeros_on_disk(tmp_path, case.label.shape, torch.float16).numpy()
+    query[:] = case.query
+    label[:] = case.label
+    case.query = query.astype(np.float32)
+    case.label = label.astype(np.float32)
+    expected, report = case.mine(6)
+    case.query = query
+    case.label = label
+    found, of_halves = case.mine(6, mining=kind)
+    np.testing.assert_array_equal(found, expected)
+    assert of_halves.pop("recall", 1.0) == 1.0
+    assert {**of_halves, "seconds": 0} == pytest.approx({**report, "seconds": 0}, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("labels", ["one", "same", "zero", "fewer than lists"])
+def test_degenerate_labels_are_mined_by_lists(labels, dtype, rng, monkeypatch):
+    monkeypatch.setattr(mining, "_ROWS_A_LIST", 10)
+    num_labels = {"one": 1, "fewer than lists": 3}.get(labels, 200)
+    case = MiningCase(rng)
+    case.label = rng.normal(size=(num_labels, 5))
+    if labels != "fewer than lists":
+        case.label[:] = 0 if labels == "zero" else case.label[0]
+    case.label = case.label.astype(dtype)
+    case.query = case.query.astype(dtype)
+    case.positive = case.filtered = np.zeros((30, num_labels), bool)
+    found, report = case.mine(4, mining="faiss")
+    # of equal labels all are in one list, and lists that are searched may be empty: recall says so
+    num_found = 0
+    for row in case.rows:
+        labels = found[row][found[row] >= 0].tolist()
+        assert len(labels) == len(set(labels))
+        num_found += len(labels)
+    most = len(case.rows) * min(4, num_labels)
+    assert report["recall"] == pytest.approx(num_found / most)

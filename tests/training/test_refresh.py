@@ -11,6 +11,7 @@ import torch
 
 from unidec.config import Pool
 from unidec.model.pool import PoolSampler, num_clusters
+from unidec.training import encoding
 from unidec.training.distributed import ALONE
 from unidec.training.encoding import Encoding
 from unidec.training.round_refresh import Refresh, Refresher, cluster_size
@@ -40,8 +41,8 @@ def make_refresh(settings, folder, epoch, rows, relevance, query_vectors, label_
         sampler=PoolSampler(relevance, filtered, beta=1, eta=settings.pool.eta, size=0, seed=0),
         methods=SimpleNamespace(shortlister=None),
     )
-    encoding = Encoding(None, {}, None, CPU, None)
-    refresher = Refresher(settings, encoding, batches, folder)
+    no_model = Encoding(None, {}, None, CPU, None)
+    refresher = Refresher(settings, no_model, batches, folder)
     refresher.query_vectors = query_vectors
     refresher.label_vectors = label_vectors
     report = refresher.mine(epoch)
@@ -200,3 +201,19 @@ def test_a_training_goes_through_the_curriculum(open_trainer):
         sizes.append(int(np.diff(trainer.made.offsets).max()))
     assert sizes == [1, 2, 3] or sizes == [1, 2, 4]
     assert trainer.at.step == 6 * trainer.steps_per_epoch
+
+
+def test_large_vectors_are_in_a_file_without_a_name(open_trainer, monkeypatch):
+    """As many digits as float16 has; the file's space is free when the array is."""
+    trainer = open_trainer()
+    refresher = trainer.refresher
+    in_memory = refresher.query_vectors(), refresher.label_vectors()
+    monkeypatch.setattr(encoding, "MOST_IN_MEMORY", 0)
+    on_disk = refresher.query_vectors(), refresher.label_vectors()
+    for vectors, expected in zip(on_disk, in_memory, strict=True):
+        assert vectors.dtype == np.float16
+        np.testing.assert_array_equal(vectors, expected.astype(np.float16))
+    assert not list(refresher.files.glob("*rows-*"))
+    report = refresher.mine(0)
+    assert report["mine_queries"] == len(trainer.batches.rows)
+    assert refresher.exists(0)

@@ -114,6 +114,11 @@ class XMCDataset:
         """uids of the queries at these rows (None: all)."""
         return _take(self.queries, rows)["uid"].to_pylist()
 
+    def query_columns(self, rows: Rows = None) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
+        """`query_uids` and `query_texts` as Arrow has them, without a Python object for each."""
+        table = _take(self.queries, rows)
+        return table["uid"], texts_read(table, "title")
+
     def label_uids(self, rows: Rows = None) -> list[str]:
         """uids of the labels at these rows (None: all)."""
         return _take(self.labels, rows)["uid"].to_pylist()

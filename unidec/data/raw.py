@@ -83,6 +83,14 @@ def text_array(
     return pa.array(list(values), kind)
 
 
+def joined_texts(
+    first: pa.Array | pa.ChunkedArray, second: pa.Array | pa.ChunkedArray
+) -> pa.ChunkedArray:
+    """The texts of two Arrow arrays, the second cast to the type of the first."""
+    tables = [pa.table({"text": texts.cast(first.type)}) for texts in (first, second)]
+    return pa.concat_tables(tables)["text"]
+
+
 _VISIBLE = r"[^\p{Z}\p{Cc}\p{Cf}]"  # as `tokens.is_blank`, for Arrow
 
 

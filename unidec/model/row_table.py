@@ -302,9 +302,10 @@ def zeros_on_disk(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> T
             return torch.from_file(file.name, shared=True, size=size, dtype=dtype).view(shape)
     except OSError as error:
         raise ArtifactError(
-            "not enough disk space for a table",
+            "not enough disk space for a table or for vectors",
             where=folder,
             got=str(error.strerror),
             expected=f"{size * dtype.itemsize} bytes",
-            fix="a run folder on a larger disk, model.clf_dtype: bf16, or optim.clf_state: adagrad",
+            fix="free some space and run the command again, which resumes; or a run folder on a "
+            "larger disk, model.clf_dtype: bf16, or optim.clf_state: adagrad",
         ) from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 import scipy.sparse as sp
@@ -24,7 +25,16 @@ MAX_BLOCK_SCORES = 1 << 26
 LABELS_AT_ONCE = 1 << 16
 
 
-def _as_matrix(vectors: np.ndarray | Tensor, name: str) -> Tensor:
+class RowSlices(Protocol):
+    """Vectors that are computed or read for some rows at a time."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: slice, /) -> np.ndarray | Tensor: ...
+
+
+def _as_matrix(vectors: np.ndarray | Tensor, name: str, first: int = 0) -> Tensor:
+    """The vectors in float32, which must be finite; `first`: number of the first row."""
     if isinstance(vectors, np.ndarray):
         # torch shares memory with writable arrays only; a read-only memory map is copied
         vectors = torch.from_numpy(np.require(vectors, requirements=["C", "W"]))
@@ -32,7 +42,7 @@ def _as_matrix(vectors: np.ndarray | Tensor, name: str) -> Tensor:
     # a NaN would rank above every score
     is_bad = ~torch.isfinite(matrix.sum(1))
     if is_bad.any():
-        rows = is_bad.nonzero().flatten()[:5].tolist()
+        rows = (first + is_bad.nonzero().flatten()[:5]).tolist()
         raise DataError(
             f"{name} vectors are not finite",
             got=f"rows {rows}",
@@ -56,7 +66,7 @@ def labels_that_fit(device: torch.device, width: int) -> int:
 
 def exact_search(
     query_ND: np.ndarray | Tensor,
-    label_LD: np.ndarray | Tensor,
+    label_LD: RowSlices,
     k: int,
     *,
     exclude: sp.csr_matrix | None = None,
@@ -81,12 +91,12 @@ def exact_search(
         DataError: vectors are not finite.
     """
     query = _as_matrix(query_ND, "query").to(device)
-    label = _as_matrix(label_LD, "label")
+    num_labels = len(label_LD)
     shape = (len(query), k)
     score_NK = query.new_full(shape, -torch.inf)
     label_NK = torch.full(shape, -1, device=query.device)
-    step = query_block(len(label), block)
-    tiles = range(0, len(label), LABELS_AT_ONCE)
+    step = query_block(num_labels, block)
+    tiles = range(0, num_labels, LABELS_AT_ONCE)
     blocks = range(0, len(query), step)
     places: Iterable[tuple[int, int]] = list(itertools.product(tiles, blocks))
     if desc is not None:
@@ -94,7 +104,7 @@ def exact_search(
     for first, begin in places:
         if begin == 0:
             last = first + LABELS_AT_ONCE
-            tile_TD = label[first:last].to(query.device)
+            tile_TD = _as_matrix(label_LD[first:last], "label", first).to(query.device)
             excluded = None if exclude is None else exclude[:, first:last]
         some = slice(begin, begin + step)
         score_BT = (query[some] @ tile_TD.T).float()

@@ -300,6 +300,7 @@ class UniDEC(nn.Module):
         batch_size: int = 1024,
         desc: str | None = None,
         only: Literal["de", "clf"] | None = None,
+        into: np.ndarray | None = None,
     ) -> tuple[np.ndarray | None, np.ndarray | None]:
         """(Phi_D, Phi_C) float32 [n, D] of texts; None for a head that the model does not have or
         `only` excludes.
@@ -311,12 +312,13 @@ class UniDEC(nn.Module):
             desc: title of a progress bar; None: no progress bar. The other arguments are those of
                 `encode`.
             only: compute this head only.
+            into: with `only`, the array [n, D] that is filled and returned.
         """
         rows = np.arange(len(tokens)) if rows is None else rows
         shape = (len(rows), self.settings.dim)
         wanted = ("de", "clf") if only is None else (only,)
         out = {
-            head: np.empty(shape, dtype=np.float32)
+            head: np.empty(shape, dtype=np.float32) if into is None else into
             for head in wanted
             if self.heads in ("both", head)
         }

@@ -16,16 +16,16 @@ words, M words of several pieces, N entries of vectors, C columns: F, or 2 F wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_matrix, hstack
+from scipy.sparse import csr_matrix, hstack, vstack
 
 from unidec.data.storage import read_json
-from unidec.data.tokens import load_tokenizer
+from unidec.data.tokens import Tokens, load_tokenizer
 from unidec.errors import ConfigError
 from unidec.model.word_pieces import spelt_words, written_pieces
 
@@ -41,9 +41,18 @@ FEWEST_TEXTS = 2  # a pair in fewer texts cannot match another text, and is drop
 _PAIR = np.uint64(0x9FB21C651E98DF25)
 _SMALL = 100  # a word in at most this number of texts is never dropped as too frequent
 
+TEXTS_AT_ONCE = 1 << 18  # in a block: some 300 MB of short texts while their words are counted
+
 Keys = NDArray[np.uint64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Texts = tuple[Ints, Ints]  # token ids and offsets, as returned by `Tokens.ragged`
+
+
+def text_blocks(tokens: Tokens, rows: Ints) -> Iterator[Texts]:
+    """The texts at some rows, at most `TEXTS_AT_ONCE` at a time; at least one block."""
+    for begin in range(0, max(len(rows), 1), TEXTS_AT_ONCE):
+        yield tokens.ragged(rows[begin : begin + TEXTS_AT_ONCE])
 
 
 def continuing_pieces(tokenizer_folder: Path, num_tokens: int) -> Bools:
@@ -199,24 +208,28 @@ class WordSpace:
         self._continues_V, self._skipped_V = _token_kinds(tokenizer_folder)
 
     @classmethod
-    def fit(cls, tokenizer_folder: Path, flat: Ints, offsets: Ints, head: int = 0) -> WordSpace:
+    def fit(cls, tokenizer_folder: Path, blocks: Iterable[Texts], head: int = 0) -> WordSpace:
         """The word space of the given texts; a feature has the weight ln((1 + B) / (1 + its number
         of texts)) + 1.
 
+        In memory are 17 bytes for each feature so far, twice while a block's are added, and some
+        100 for each word of a block.
+
         Args:
-            flat, offsets: token ids of the texts, as returned by `Tokens.ragged`.
+            blocks: the texts, some at a time (`text_blocks`).
         """
         no_keys = np.zeros(0, dtype=np.uint64)
         space = cls(tokenizer_folder, no_keys, np.zeros(0, dtype=np.float32), head)
-        key, text, is_pair = space._features(flat, offsets)
-        num_texts = len(offsets) - 1
-        keys_F, first_F, feature = np.unique(key, return_index=True, return_inverse=True)
-        feature_text = np.unique(feature.astype(np.int64) * max(num_texts, 1) + text)
-        texts_F = np.bincount(feature_text // max(num_texts, 1), minlength=len(keys_F))
+        counted = _Counted(no_keys, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool))
+        num_texts = 0
+        for flat, offsets in blocks:
+            counted = counted.joined(_Counted.of(*space._features(flat, offsets)))
+            num_texts += len(offsets) - 1
         most = max(MOST_TEXTS * num_texts, _SMALL)
-        keep_F = np.where(is_pair[first_F], texts_F >= FEWEST_TEXTS, texts_F <= most)
+        texts_F = counted.texts_F
+        keep_F = np.where(counted.is_pair_F, texts_F >= FEWEST_TEXTS, texts_F <= most)
         rarity_F = (1 + num_texts) / (1 + texts_F[keep_F])
-        space.keys_F = keys_F[keep_F]
+        space.keys_F = counted.keys_F[keep_F]
         space.idf_F = (np.log(rarity_F) + 1).astype(np.float32)
         return space
 
@@ -250,6 +263,11 @@ class WordSpace:
         head_offsets = np.cumsum(np.append(0, np.minimum(length_B, self.head)))
         head_BF = self._vectors(flat[place < self.head], head_offsets)
         return csr_matrix(hstack([whole_BF, head_BF], format="csr"))
+
+    def stacked(self, blocks: Iterable[Texts]) -> csr_matrix:
+        """`vectors` of all texts of these blocks."""
+        vectors = [self.vectors(flat, offsets) for flat, offsets in blocks]
+        return vectors[0] if len(vectors) == 1 else csr_matrix(vstack(vectors, format="csr"))
 
     def part(self, vectors_BC: csr_matrix, which: int) -> csr_matrix:
         """One part's columns: 0, the whole texts, or 1, their first tokens. A copy if there are
@@ -295,6 +313,36 @@ class WordSpace:
         pair_text = text_W[1:][in_one_text]
         is_pair = np.repeat([False, True], [len(key_W), len(pair_key)])
         return np.concatenate([key_W, pair_key]), np.concatenate([text_W, pair_text]), is_pair
+
+
+class _Counted(NamedTuple):
+    """Words and pairs of some texts: their hashes uint64 [F], ascending; the number of texts with
+    them, int64 [F]; and whether none of them is a word, bool [F].
+    """
+
+    keys_F: Keys
+    texts_F: Ints
+    is_pair_F: Bools
+
+    @classmethod
+    def of(cls, key: Keys, text: Ints, is_pair: Bools) -> _Counted:
+        """From the result of `WordSpace._features`."""
+        keys_F, first_F, feature = np.unique(key, return_index=True, return_inverse=True)
+        num_texts = int(text.max(initial=0)) + 1
+        feature_text = np.unique(feature.astype(np.int64) * num_texts + text)
+        texts_F = np.bincount(feature_text // num_texts, minlength=len(keys_F))
+        return cls(keys_F, texts_F, is_pair[first_F])
+
+    def joined(self, more: _Counted) -> _Counted:
+        """With those of other texts; this object is used up."""
+        place_G = np.searchsorted(self.keys_F, more.keys_F)
+        is_known_G = np.searchsorted(self.keys_F, more.keys_F, side="right") > place_G
+        known = place_G[is_known_G]
+        self.texts_F[known] += more.texts_F[is_known_G]
+        self.is_pair_F[known] &= more.is_pair_F[is_known_G]
+        place = place_G[~is_known_G]
+        old_and_new = zip(self, more, strict=True)
+        return _Counted(*(np.insert(old, place, new[~is_known_G]) for old, new in old_and_new))
 
 
 def _token_kinds(tokenizer_folder: Path) -> tuple[Bools, Bools]:

@@ -304,8 +304,7 @@ def _against_exact(bundle: Bundle, ranking: Ranking, labels: np.ndarray) -> Figu
     first = ranking.part(slice(ORACLE_QUERIES))
     query = bundle.ranker.queries(first.encoded)
     k = min(K, bundle.num_labels)
-    every_label = bundle.ranker.heads.take(slice(None))
-    _, exact = exact_search(query, every_label, k, device=ranking.device)
+    _, exact = exact_search(query, bundle.ranker.heads, k, device=ranking.device)
     _, approximate = bundle.index.search(query, k)
     figures = {}
     for n in (10, K):

@@ -15,7 +15,7 @@ from unidec.bundle.bundle_folder import BundleLabels, Facts, Scoring, write_bund
 from unidec.bundle.bundle_info import KnnInfo
 from unidec.config import Params, recorded
 from unidec.config.index_spec import KINDS, IndexSpec, Kind
-from unidec.data.dataset import Split, Text
+from unidec.data.dataset import Split, Text, texts_read
 from unidec.data.profile import PROFILE_KEY, profile_dataset
 from unidec.errors import ConfigError
 from unidec.evaluation.drift import served_facts
@@ -100,7 +100,9 @@ def index(params: Params) -> Indexed:
         say(f"no probabilities: {what}")
     heads = ranking.heads(settings, blend.clf_weight)
     spec = IndexSpec.parse(settings.factory, settings.search)
-    label_index = LabelIndex.build(heads, spec, show=True)
+    label_index = LabelIndex.build(
+        heads, spec, show=True, parts=paths.BUNDLE.with_name("index.parts")
+    )
     voting = knn = voters = None
     if neighbours is not None and (blend.knn_weight or blend.fusion):
         voting = ranking.voting(neighbours, settings.knn_neighbours)
@@ -113,11 +115,12 @@ def index(params: Params) -> Indexed:
         card["tuning"] = blend.tried
     if blend.fusion:
         card["fusion"] = {"by_tail": blend.by_tail}
+    titles = texts_read(dataset.labels, "title")
     write_bundle(
         paths.BUNDLE,
         paths.MODEL,
         index=label_index,
-        labels=BundleLabels(dataset.labels["uid"], dataset.label_texts(), ranking.vectors),
+        labels=BundleLabels(dataset.labels["uid"], titles, ranking.vectors),
         scoring=Scoring(
             space=settings.space,
             clf_weight=blend.clf_weight,

@@ -31,6 +31,8 @@ from unidec.pipeline.memory_probe import ROWS, STATE, Measured, Sizes, measure, 
 from unidec.pipeline.start import effective
 from unidec.pipeline.teaching import teacher_width
 from unidec.text_page import render_text
+from unidec.training.clustering import PART_BYTES
+from unidec.training.encoding import on_disk as vectors_on_disk
 from unidec.training.mining import uses_faiss
 from unidec.training.precision import autocast_type, choose_device
 from unidec.training.sampler import draws_pools
@@ -224,8 +226,8 @@ def _shortlist(params: Params, sizes: Sizes) -> int:
 
 
 def _refresh(params: Params, sizes: Sizes, width: int, gpu: bool) -> Iterable[Amount]:
-    """A refresh: clustering copies up to half of the points (a GPU holds all of them); mining holds
-    all vectors on a GPU, and a tile of scores.
+    """A refresh: clustering copies up to half of the points (a GPU holds all of them), or of a
+    part of them; mining holds all vectors on a GPU, and a tile of scores.
     """
     shortlist = _shortlist(params, sizes)
     if not shortlist and params.pool.batches != "clustered":
@@ -235,16 +237,27 @@ def _refresh(params: Params, sizes: Sizes, width: int, gpu: bool) -> Iterable[Am
     labels = sizes.num_labels if shortlist else 0
     texts = rows + labels
     encoded = min(texts, 2 * _BLOCK) * (width + dim)
-    copied = max(rows // 2, 3 * min(rows, _POINTS[gpu]))
+    on_disk = _texts_on_disk(params, rows, gpu), _texts_on_disk(params, labels, gpu)
+    points = PART_BYTES // (FP32 * dim) if on_disk[0] else rows
+    copied = max(points // 2, 3 * min(points, _POINTS[gpu]))
     clustered = (copied + gpu * rows) * dim + 12 * rows
     mined = 512 * min(labels, _BLOCK) + gpu * texts * dim
-    yield Amount("query and label vectors", "host", FP32 * (texts * dim + encoded), "refresh")
+    in_memory = (texts - sum(on_disk)) * dim + encoded
+    yield Amount("query and label vectors", "host", FP32 * in_memory, "refresh")
+    yield Amount("query and label vectors", "disk", FP16 * sum(on_disk) * dim, "refresh")
     yield Amount("clustering, mining", "device", FP32 * max(clustered, mined), "refresh")
     if labels and not params.pool.shortlist and uses_faiss(params.pool.mining, labels, gpu):
         # vectors, 4-bit codes and ids
-        index = labels * (FP32 * dim + dim // 2 + INT64)
+        number = FP16 if on_disk[1] else FP32
+        index = labels * (number * dim + dim // 2 + INT64)
         yield Amount("faiss index of mining", "host", index, "refresh")
     yield Amount("hard negatives", "host", shortlist, "refresh")
+
+
+def _texts_on_disk(params: Params, texts: int, gpu: bool) -> int:
+    """How many of these texts have their vectors in a file: all, or none."""
+    may_be = not gpu and params.run.devices == 1
+    return texts if may_be and vectors_on_disk(texts, params.model.dim) else 0
 
 
 def _index(params: Params, sizes: Sizes, measured: Measured) -> Iterable[Amount]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -18,10 +19,11 @@ from unidec.config import Params
 from unidec.cores import thread_pool
 from unidec.data.dataset import Split, XMCDataset
 from unidec.data.propensity import Propensity
+from unidec.data.raw import joined_texts
 from unidec.data.tokens import Tokens
 from unidec.evaluation.metrics import evaluate, filtered_truth, pair_keys, truth_of
 from unidec.metric_names import headline
-from unidec.model.words import WordSpace
+from unidec.model.words import WordSpace, text_blocks
 from unidec.pipeline import paths
 from unidec.progress import progress, say
 from unidec.ranking.exact_index import ExactIndex
@@ -149,11 +151,12 @@ class Ranking:
             vectors: Any = np.concatenate([neighbours.vectors_MD, own])
         else:
             vectors = sp.vstack([neighbours.vectors_MD, compared], format="csr")
+        uids, titles = self.dataset.query_columns(self.rows)
         return Neighbours(
             vectors,
             sp.vstack([neighbours.labels_ML, self.truth > 0], format="csr"),
-            [*neighbours.uids.to_pylist(), *self.dataset.query_uids(self.rows)],
-            [*neighbours.titles.to_pylist(), *self.dataset.query_texts(self.rows)],
+            joined_texts(neighbours.uids, uids),
+            joined_texts(neighbours.titles, titles),
             vote=neighbours.vote,
             words=neighbours.words,
             label_words_LF=neighbours.label_words_LF,
@@ -220,7 +223,7 @@ def training_neighbours(
     rows = dataset.rows("train")
     labels = truth_of(dataset, rows)
     vote = vote or VOTE[by]
-    facts = (labels, dataset.query_uids(rows), dataset.query_texts(rows), vote)
+    facts = (labels, *dataset.query_columns(rows), vote)
     build = None
     amp = autocast_type(precision, model.device)
     if tokens is None:
@@ -234,18 +237,14 @@ def training_neighbours(
     else:
         rows = np.arange(len(rows))
     if by == "words":
-        flat, offsets = tokens[0].ragged(rows)
-        label_flat, label_offsets = tokens[1].ragged(np.arange(dataset.num_labels))
-        all_flat = np.concatenate([flat, label_flat])
-        begins = label_offsets[1:] + offsets[-1]
-        all_offsets = np.concatenate([offsets, begins])
-        space = WordSpace.fit(model.tokenizer_folder, all_flat, all_offsets, word_head)
-        vectors = space.vectors(flat, offsets)
+        every_label = np.arange(dataset.num_labels)
+        texts = chain(text_blocks(tokens[0], rows), text_blocks(tokens[1], every_label))
+        space = WordSpace.fit(model.tokenizer_folder, texts, word_head)
         return Neighbours(
-            vectors,
+            space.stacked(text_blocks(tokens[0], rows)),
             *facts,
             words=space,
-            label_words_LF=space.vectors(label_flat, label_offsets),
+            label_words_LF=space.stacked(text_blocks(tokens[1], every_label)),
         )
     head: Literal["de", "clf"] = "clf" if model.heads == "clf" else "de"
     with autocast(model.device, amp):

@@ -39,7 +39,7 @@ class ExactIndex:
             exclude = csr_matrix((ones, pairs), shape=(len(queries_BD), num_labels))
         scores_BK, rows_BK = exact_search(
             queries_BD,
-            self.vectors.take(slice(None)),
+            self.vectors,
             min(k, num_labels),
             exclude=exclude,
             device=self.device,

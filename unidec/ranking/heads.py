@@ -80,6 +80,12 @@ class Heads:
         """Number of labels L."""
         return self.shape[0]
 
+    def __len__(self) -> int:
+        return self.num_labels
+
+    def __getitem__(self, rows_P: Rows | slice) -> Floats:
+        return self.take(rows_P)
+
     def alone(self, head: Space) -> Heads:
         """One head alone, in its own space."""
         return Heads(self.vectors, head, self._normalize)

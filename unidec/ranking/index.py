@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import itertools
 import os
 from collections.abc import Iterator
@@ -20,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from unidec.config.index_spec import COMPRESSED, FLAT, IndexSpec, Kind
-from unidec.cores import num_threads
-from unidec.data.storage import write_file
+from unidec.cores import in_order, num_threads, thread_pool
+from unidec.data.storage import load_array, write_file
+from unidec.data.temporary import remove
 from unidec.model.faiss_library import faiss_module
 from unidec.progress import progress
 from unidec.ranking.faiss_file import read_index_file
@@ -131,19 +134,28 @@ class LabelIndex:
         spec: IndexSpec = FLAT,
         threads: int = 1,
         show: bool = False,
+        parts: Path | None = None,
     ) -> LabelIndex:
         """Index label vectors.
+
+        A compressed kind is trained by one thread, on a sample; all cores then assign and encode
+        the labels, which are added in their order: the bytes of the index do not depend on the
+        number of cores. In memory are the index (for each label half a byte for every `code_dims`
+        dimensions, and 8 bytes), the sample, and for each core `ROWS_AT_ONCE` vectors.
 
         Args:
             vectors_LD: float32 [L, D], finite, or `Heads`, which compute rows on demand; a
                 compressed kind keeps them to score candidates.
             spec: kind of the index and its numbers.
-            threads: threads that build the index, 0 for faiss's default; with more than one, an
-                HNSW graph is not reproducible.
+            threads: threads that build an index that is not compressed, 0 for faiss's default;
+                with more than one, an HNSW graph is not reproducible.
             show: print progress.
+            parts: folder in which the codes of a compressed kind are kept while it is built, so
+                that a build that was stopped resumes; removed at the end. None: they are not kept.
 
         Raises:
             ValueError: there are no labels, or a number is not finite.
+            ArtifactError: not enough space in `parts`.
             UnidecError: faiss is not installed.
         """
         vectors = as_heads(vectors_LD)
@@ -151,20 +163,28 @@ class LabelIndex:
         if not num_labels:
             raise ValueError("vectors_LD must hold at least one label")
         index = empty_index(spec, dim, num_labels)
+        is_compressed = spec.kind in COMPRESSED
+        step = _GRAPH_ROWS_AT_ONCE if spec.kind == "hnsw" else ROWS_AT_ONCE
+        blocks = np.split(np.arange(num_labels), range(step, num_labels, step))
         with contextlib.ExitStack() as stack:
-            stack.enter_context(faiss_threads(threads))
+            stack.enter_context(faiss_threads(1 if is_compressed else threads))
+            bar = None
             if show:
                 bar = stack.enter_context(
                     progress(total=num_labels, desc=f"index {spec.kind}", unit="label")
                 )
-            if not index.is_trained:
+            if is_compressed:
                 _train(index, vectors)
-            step = _GRAPH_ROWS_AT_ONCE if spec.kind == "hnsw" else ROWS_AT_ONCE
-            for start in range(0, num_labels, step):
-                rows = np.arange(start, min(start + step, num_labels))
-                index.add(_checked_rows(vectors, rows, index.d))
-                if show:
+                encoded = stack.enter_context(_encoded(index, vectors, blocks, parts))
+            for rows in blocks:
+                if is_compressed:
+                    index.add_sa_codes(next(encoded))
+                else:
+                    index.add(_checked_rows(vectors, rows, index.d))
+                if bar is not None:
                     bar.update(len(rows))
+        if parts is not None:
+            remove(parts)
         return cls(index, spec, vectors)
 
     def search(
@@ -360,6 +380,34 @@ def _checked_rows(vectors: Heads, rows_P: Rows, width: int) -> Floats:
         row = rows_P[np.argmin(finite_P)]
         raise ValueError(f"vectors_LD must be finite, row {row} is not")
     return _padded(array, width)
+
+
+@contextlib.contextmanager
+def _encoded(
+    index: Any, vectors: Heads, blocks: list[Rows], parts: Path | None
+) -> Iterator[Iterator[npt.NDArray[np.uint8]]]:
+    """The codes of each block of labels, with their lists, as `add_sa_codes` takes them.
+
+    Each block is encoded by one thread: BLAS rounds differently with several. A file of codes has
+    the name of what decides them.
+    """
+    trained = hashlib.sha256(faiss_module().serialize_index(index))
+
+    def encode(rows: Rows) -> npt.NDArray[np.uint8]:
+        vectors_PD = _checked_rows(vectors, rows, index.d)
+        if parts is None:
+            return index.sa_encode(vectors_PD)
+        name = trained.copy()
+        name.update(vectors_PD)
+        path = parts / f"{name.hexdigest()}.npy"
+        if not path.is_file():
+            codes = index.sa_encode(vectors_PD)
+            with write_file(path, num_bytes=codes.nbytes) as file:
+                np.save(file, codes)
+        return load_array(path, np.uint8, ndim=2)
+
+    with thread_pool() as threads:
+        yield in_order((threads.submit(encode, rows) for rows in blocks), num_threads())
 
 
 def _train(index: Any, vectors: Heads) -> None:

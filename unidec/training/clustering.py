@@ -6,10 +6,16 @@ A clusters that have not converged, 2 the halves of a split.
 
 Source: NGAME's batches as UniDEC uses them. Each iteration orders the points by
 the difference of their similarities to two centres, cuts them in half and recomputes the centres,
-until the gain in mean cosine falls below a tolerance."""
+until the gain in mean cosine falls below a tolerance.
+
+Points that are too many for memory, float16, are first cut into parts of at most `PART_BYTES`: the
+two centres of a cut are fitted on a sample of the points, and one pass over all of them assigns
+them to the halves. In memory are then 8 bytes a point for the order, 20 while a cut sorts its
+points, and the float32 vectors of one part with the copies of a level."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +32,8 @@ from unidec.training.distributed import ALONE, Ranks
 POINTS_AT_ONCE = (1 << 16, 1 << 20)
 TOLERANCE = 1e-4  # a split has converged when an iteration increases its mean cosine by less
 MAX_ITERATIONS = 100
+PART_BYTES = 1 << 28  # most bytes of float32 points that are clustered in memory
+SAMPLE = 1 << 16  # points that decide a cut of more points than are clustered in memory
 
 
 class Clusters(NamedTuple):
@@ -48,35 +56,106 @@ def balanced_clusters(
     """Split points into 2^depth clusters of at most `max_size` points; sizes differ by at most one.
 
     depth is the smallest with ceil(N / 2^depth) <= max_size. If max_size is 1 and N is not a power
-    of two, some clusters are empty.
+    of two, some clusters are empty. A process alone clusters float16 points in parts.
 
     Args:
         vectors_ND: float [N, D], finite; scaled to unit length if they are not.
         seed: decides the two points from which each split starts.
-        device: where to compute; None: the CPU. It needs memory for 1.5 times the vectors.
+        device: where to compute; None: the CPU. It needs memory for 1.5 times the vectors, or those
+            of a part.
         ranks: processes that all call this with all vectors; the first computes the clusters, and
         all return them.
 
     Raises:
         DataError: the vectors are not finite.
     """
+    num_levels = (num_clusters(len(vectors_ND), max_size) - 1).bit_length()
+    if vectors_ND.dtype == np.float16 and ranks.alone:
+        return _clusters_of_parts(vectors_ND, num_levels, seed, device)
     unit_ND = _unit_vectors(vectors_ND, device)
+    levels = range(num_levels if ranks.is_first else 0)
+    keys = ([seed % 2**63, level] for level in progress(levels, desc="cluster", unit="level"))
+    made = _clusters_in_memory(unit_ND, keys)
+    order_N = ranks.share_array(made.order_N)
+    offsets = ranks.share_array(made.offsets)
+    return Clusters(order_N, offsets, ranks.share(made.objective))
+
+
+def _clusters_in_memory(unit_ND: Tensor, keys: Iterable[list[int]]) -> Clusters:
+    """Clusters after as many levels as there are keys, which seed the draws of their levels."""
     num_points = len(unit_ND)
     device = unit_ND.device
     slot_CM = torch.arange(num_points, device=device).unsqueeze(0)
     size_C = torch.tensor([num_points], device=device)
     objective = float(unit_ND.mean(0).norm()) if num_points else 1.0
-    num_levels = (num_clusters(num_points, max_size) - 1).bit_length()
-    levels = range(num_levels if ranks.is_first else 0)
-    for level in progress(levels, desc="cluster", unit="level"):
-        rng = np.random.default_rng([seed % 2**63, level])
+    for key in keys:
+        rng = np.random.default_rng(key)
         slot_CM, size_C, objective = _split(unit_ND, slot_CM, size_C, rng)
     column_M = torch.arange(slot_CM.shape[1], device=device)
     is_filled_CM = column_M < size_C.unsqueeze(1)
-    order_N = ranks.share_array(slot_CM[is_filled_CM].cpu().numpy())
-    sizes = ranks.share_array(size_C.cpu().numpy())
-    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    return Clusters(order_N, offsets, ranks.share(objective))
+    order_N = slot_CM[is_filled_CM].cpu().numpy()
+    return Clusters(order_N, _offsets(size_C.cpu().numpy()), objective)
+
+
+def _clusters_of_parts(
+    vectors_ND: np.ndarray, num_levels: int, seed: int, device: str | torch.device | None
+) -> Clusters:
+    """Cut all points into parts, one level after the other, and cluster each part in memory."""
+    num_points, width = vectors_ND.shape
+    part_points = max(2, PART_BYTES // (4 * width))
+    num_cuts = min(num_levels, (num_clusters(num_points, part_points) - 1).bit_length())
+    seed %= 2**63
+    parts = [np.arange(num_points)]
+    for level in progress(range(num_cuts), desc="cut into parts", unit="level"):
+        halves = []
+        for number, part_P in enumerate(parts):
+            rng = np.random.default_rng([seed, level, number])
+            halves += _cut(vectors_ND, part_P, rng, device)
+        parts = halves
+    sizes = []
+    total = 0.0
+    later = range(num_cuts, num_levels)
+    for number, part_P in enumerate(progress(parts, desc="cluster parts", unit="part")):
+        unit_PD = _unit_vectors(vectors_ND[part_P], device, part_P)
+        keys = [[seed, level, number] for level in later]
+        order_P, offsets, objective = _clusters_in_memory(unit_PD, keys)
+        part_P[:] = part_P[order_P]
+        sizes.append(np.diff(offsets))
+        total += objective * len(part_P)
+    offsets = _offsets(np.concatenate(sizes))
+    return Clusters(np.concatenate(parts), offsets, total / max(num_points, 1))
+
+
+def _cut(
+    vectors_ND: np.ndarray,
+    part_P: np.ndarray,
+    rng: np.random.Generator,
+    device: str | torch.device | None,
+) -> list[np.ndarray]:
+    """The halves of a part, ascending positions among all points; the first half is the larger one
+    if the size is odd.
+    """
+    step = -(-len(part_P) // SAMPLE)
+    sample_S = part_P[::step]
+    sample_SD = _unit_vectors(vectors_ND[sample_S], device, sample_S)
+    size_1 = torch.tensor([len(sample_SD)], device=sample_SD.device)
+    draw_12 = torch.from_numpy(rng.random((1, 2))).to(sample_SD.device)
+    order_1S, _ = _split_level(sample_SD.unsqueeze(0), size_1, draw_12)
+    half_S = order_1S[0].split((len(sample_SD) + 1) // 2)
+    first_D, second_D = (F.normalize(sample_SD[half].sum(0), dim=0) for half in half_S)
+    score_P = np.empty(len(part_P), dtype=np.float32)
+    for begin in range(0, len(part_P), SAMPLE):
+        some = slice(begin, begin + SAMPLE)
+        unit_BD = _unit_vectors(vectors_ND[part_P[some]], device, part_P[some])
+        score_P[some] = (unit_BD @ (first_D - second_D)).cpu().numpy()
+    order_P = np.argsort(-score_P, kind="stable")
+    num_first = (len(part_P) + 1) // 2
+    return [np.sort(part_P[half_P]) for half_P in np.split(order_P, [num_first])]
+
+
+def _offsets(sizes: np.ndarray) -> np.ndarray:
+    """Where each cluster begins, int64 [C + 1]."""
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
 def _split(
@@ -107,17 +186,21 @@ def _split(
     return *_halves(ordered_CM, size_C), float(objective)
 
 
-def _unit_vectors(vectors_ND: np.ndarray, device: str | torch.device | None) -> Tensor:
+def _unit_vectors(
+    vectors_ND: np.ndarray, device: str | torch.device | None, rows_N: np.ndarray | None = None
+) -> Tensor:
+    """Vectors float32 of unit length; `rows_N`: their numbers for an error, if not 0 to N - 1."""
     # torch shares memory with writable arrays only; a read-only memory map is copied
     shared = torch.from_numpy(np.require(vectors_ND, requirements=["C", "W"]))
     tensor = shared.to(device=device, dtype=torch.float32)
     norm_N = tensor.norm(dim=1)
     is_finite_N = torch.isfinite(norm_N)
     if not bool(is_finite_N.all()):
-        bad = torch.nonzero(~is_finite_N).flatten()
+        bad = torch.nonzero(~is_finite_N).flatten()[:5].cpu().numpy()
+        rows = bad if rows_N is None else rows_N[bad]
         raise DataError(
             "vectors to cluster are not finite",
-            got=f"rows {bad[:5].tolist()}",
+            got=f"rows {rows.tolist()}",
             fix="check the last training losses",
         )
     if bool(((norm_N - 1).abs() > 1e-3).any()):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -18,8 +19,12 @@ from torch import Tensor
 from unidec.data.tokens import TokenCache
 from unidec.model.encoder_inputs import InputBuilder
 from unidec.model.frozen import autocast
+from unidec.model.row_table import zeros_on_disk
 from unidec.model.unidec import UniDEC
 from unidec.training.gradient_cache import TextParts
+
+FP32 = 4
+MOST_IN_MEMORY = 1 << 30  # bytes of vectors in float32
 
 
 @dataclass
@@ -56,17 +61,40 @@ class Encoding:
         """`outputs` of texts of several sources."""
         return torch.cat([self.outputs(name, rows) for name, _, rows in parts])
 
-    def vectors(self, name: str, rows: np.ndarray) -> np.ndarray:
-        """Vectors float32 [n, D] of the dual encoder, of a classifier alone the classifier's."""
-        head: Literal["de", "clf"] = "clf" if self.model.heads == "clf" else "de"
-        with self.autocast():
-            de, clf = self.model.vectors(
-                name, self.tokens[name], rows, self.build, desc=f"encode {name}", only=head
-            )
-        vectors = clf if head == "clf" else de
-        assert vectors is not None
-        return vectors
+    def vectors(self, name: str, rows: np.ndarray, folder: Path | None = None) -> np.ndarray:
+        """`vectors_of` texts of one source."""
+        return self.vectors_of([(name, self.tokens[name], rows)], folder)
 
-    def vectors_of(self, parts: TextParts) -> np.ndarray:
-        """`vectors` of texts of several sources."""
-        return np.concatenate([self.vectors(name, rows) for name, _, rows in parts])
+    def vectors_of(self, parts: TextParts, folder: Path | None = None) -> np.ndarray:
+        """Vectors [n, D] of texts of several sources by the dual encoder, of a classifier alone by
+        the classifier; float32, or as `on_disk` says float16 in a file in `folder` that is gone
+        when the array or the process is.
+
+        Args:
+            folder: None: always float32, in memory.
+
+        Raises:
+            ArtifactError: not enough space for the file.
+        """
+        head: Literal["de", "clf"] = "clf" if self.model.heads == "clf" else "de"
+        shape = (sum(len(rows) for _, _, rows in parts), self.model.settings.dim)
+        if folder is not None and on_disk(*shape):
+            out_ND = zeros_on_disk(folder, shape, torch.float16).numpy()
+        else:
+            out_ND = np.empty(shape, dtype=np.float32)
+        begin = 0
+        for name, _, rows in parts:
+            end = begin + len(rows)
+            desc = f"encode {name}"
+            given = (name, self.tokens[name], rows, self.build)
+            with self.autocast():
+                self.model.vectors(*given, desc=desc, only=head, into=out_ND[begin:end])
+            begin = end
+        return out_ND
+
+
+def on_disk(num_texts: int, dim: int) -> bool:
+    """Whether vectors are in a file during a refresh on a CPU: 2 bytes a dimension, mapped, instead
+    of 4 in memory. Their rounding, and the clustering in parts, change the batches a little.
+    """
+    return FP32 * num_texts * dim > MOST_IN_MEMORY

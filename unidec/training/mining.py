@@ -47,6 +47,7 @@ _RESCORED = 2  # labels found by 4-bit codes that are scored exactly, for each r
 # of faiss's k-means: labels for each centroid, and iterations
 _TRAINING_LABELS = 64
 _ITERATIONS = 10
+_ADDED = 1 << 16  # labels added to an index at a time
 _COMPARED = 1000  # queries on which an approximate search is compared with the exact one
 
 # (query vectors [B, D], k, exclude=csr [B, L]) -> scores and labels [B, K], -inf and -1 for none
@@ -77,8 +78,10 @@ def mine_hard_negatives(
     filtered; among equal scores lower label ids come first.
 
     Args:
-        query_nD: float32 [n, D] query vectors; rows_n: int64 [n], their data set rows, each once.
-        label_LD: float32 [L, D] label vectors; with several ranks this rank's part of them.
+        query_nD: float32 or float16 [n, D] query vectors; rows_n: int64 [n], their data set rows,
+            each once.
+        label_LD: float32 or float16 [L, D] label vectors, which may be memory-mapped; with several
+            ranks this rank's part of them.
         pairs: relevance and filter pairs, csr [N, L].
         num_negatives: H.
         device: of the exact search.
@@ -208,7 +211,7 @@ def faiss_search(label: Tensor) -> Search:
     results may be more than k.
     """
     faiss = faiss_module()
-    label_LD = np.ascontiguousarray(label.cpu().numpy())
+    label_LD = label.cpu().numpy()
     num_labels, width = label_LD.shape
     most_lists = max(1, num_labels // _ROWS_A_LIST)
     num_lists = min(2 * math.isqrt(num_labels), most_lists)
@@ -218,19 +221,29 @@ def faiss_search(label: Tensor) -> Search:
     lists.cp.max_points_per_centroid = _TRAINING_LABELS
     lists.cp.niter = _ITERATIONS
     lists.nprobe = max(1, min(num_lists // _LISTS_A_PROBE, _MAX_PROBES))
+    is_half = label_LD.dtype == np.float16
+    # faiss itself draws a sample of the labels in memory
+    step = max(1, num_labels // (_TRAINING_LABELS * num_lists)) if is_half else 1
     with progress(total=num_labels, desc="faiss index of the labels", unit="label") as bar:
-        lists.train(label_LD)
+        lists.train(np.ascontiguousarray(label_LD[::step], np.float32))
         index: Any = faiss.IndexRefineFlat(lists)
+        if is_half:
+            half = faiss.ScalarQuantizer.QT_fp16
+            vectors = faiss.IndexScalarQuantizer(width, half, faiss.METRIC_INNER_PRODUCT)
+            index = faiss.IndexRefine(lists, vectors)
         index.k_factor = _RESCORED
-        index.add(label_LD)
-        bar.update(num_labels)
+        for begin in range(0, num_labels, _ADDED):
+            some_LD = np.ascontiguousarray(label_LD[begin : begin + _ADDED], np.float32)
+            index.add(some_LD)
+            bar.update(len(some_LD))
 
     def search(query: np.ndarray, k: int, exclude: sp.csr_matrix) -> tuple[np.ndarray, np.ndarray]:
         rows_B = np.arange(len(query))
         row_E, label_E, _ = row_entries(exclude, rows_B)
         # enough labels that k are left without the excluded ones
         most_excluded = int(np.bincount(row_E).max(initial=0))
-        score, nearest = index.search(np.ascontiguousarray(query), k + most_excluded)
+        query = np.ascontiguousarray(query, np.float32)
+        score, nearest = index.search(query, k + most_excluded)
         key = rows_B[:, None] * num_labels + nearest
         is_excluded = np.isin(key, row_E * num_labels + label_E)
         removed = is_excluded | (nearest < 0)
@@ -254,14 +267,13 @@ def _scores(
 ) -> np.ndarray:
     """Inner products of pairs of a query and a label, float32 [E]."""
     query = torch.from_numpy(np.require(query_nD, requirements=["C", "W"]))
-    query = query.to(label_LD)
+    query = query.to(label_LD.device)
     scores = [torch.empty(0)]
     for begin in range(0, len(row_E), _PAIRS):
         some = slice(begin, begin + _PAIRS)
-        of_query = query[row_E[some]]
-        of_label = label_LD[label_E[some]]
-        score = torch.linalg.vecdot(of_query, of_label)
-        scores.append(score.float().cpu())
+        of_query = query[row_E[some]].float()
+        of_label = label_LD[label_E[some]].float()
+        scores.append(torch.linalg.vecdot(of_query, of_label).cpu())
     return torch.cat(scores).numpy()
 
 

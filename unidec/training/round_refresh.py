@@ -120,8 +120,8 @@ def cluster_size(pool: Pool, epoch: int, num_rows: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Clustered:
-    """A refresh without negatives; vectors float32 [n, D] of the training queries, None if nothing
-    needs them; and figures.
+    """A refresh without negatives; vectors [n, D] of the training queries, None if nothing needs
+    them; and figures.
     """
 
     refresh: Refresh
@@ -142,6 +142,9 @@ class Refresher:
         self.batches = batches
         self.ranks = batches.ranks
         self.root = run_dir / "refresh"
+        # for large vectors; a GPU, and several ranks, hold them in memory
+        is_on_cpu = encoding.device.type == "cpu"
+        self.files = run_dir if is_on_cpu and self.ranks.alone else None
         # of the next round, until its hard negatives are mined
         self._clustered: Clustered | None = None
 
@@ -224,9 +227,9 @@ class Refresher:
         return figures
 
     def query_vectors(self) -> np.ndarray:
-        """Vectors float32 [n, D] of all training rows; each rank encodes a part of them."""
+        """Vectors [n, D] of all training rows; each rank encodes a part of them."""
         own_rows = self.ranks.own(self.batches.rows)
-        vectors = self.encoding.vectors_of(self.batches.texts.parts(own_rows))
+        vectors = self.encoding.vectors_of(self.batches.texts.parts(own_rows), self.files)
         return self.ranks.gather_array(vectors)
 
     def label_vectors(self) -> np.ndarray:
@@ -239,7 +242,7 @@ class Refresher:
             assert rows_LD is not None
             return rows_LD
         own_labels = self.ranks.own(np.arange(model.num_labels))
-        return self.encoding.vectors("labels", own_labels)
+        return self.encoding.vectors("labels", own_labels, self.files)
 
     def _nearest(self, query_nD: np.ndarray, label_LD: np.ndarray) -> tuple[np.ndarray, Figures]:
         """The nearest labels of each training row, and figures."""
