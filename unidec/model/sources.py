@@ -108,11 +108,14 @@ def _from_hub(name: str, packaged: Packaged | None) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = [
-        "config.json",
+        "*config.json",
+        "config_sentence_transformers.json",
+        "modules.json",
         "tokenizer*",
         "vocab*",
         "special_tokens_map.json",
         "model.safetensors",
+        "?_Dense/model.safetensors",
     ]
     try:
         return _checked(Path(snapshot_download(name, allow_patterns=patterns)))
@@ -140,9 +143,11 @@ def _checked(folder: Path) -> Path:
         if not (folder / n).is_file()
     ]
     if missing:
+        pickles = [file.name for file in folder.glob("*.bin")]
         raise ArtifactError(
             f"not a transformer's folder: {', '.join(missing)} missing",
             where=folder,
+            got=f"{pickles[0]}, a pickle, which is never loaded" if pickles else None,
             fix=(
                 "save it with AutoModel.save_pretrained and AutoTokenizer.save_pretrained (fast "
                 "tokenizer)"
