@@ -8,6 +8,7 @@ from helpers.tiny_architectures import ARCHITECTURES, LABEL, LENGTH, QUERY
 from helpers.tiny_training import tiny_params
 
 from unidec.data.tokens import TokenCache, build_token_cache
+from unidec.errors import ConfigError
 from unidec.training.trainer import Trainer, TrainingData
 
 PROMPTS = {"queries": QUERY, "labels": LABEL}
@@ -87,3 +88,10 @@ def test_a_killed_training_goes_on(open_trainer, monkeypatch, name, layers) -> N
     dense = [key for key in before if key.startswith("encoder.transformer.dense.")]
     assert len(dense) >= len(ARCHITECTURES[name].dense)
     assert moved.issuperset(dense)
+
+
+def test_texts_behind_another_prompt_are_refused(open_trainer, monkeypatch) -> None:
+    monkeypatch.setitem(PROMPTS, "labels", "other: ")
+    with pytest.raises(ConfigError, match="another prompt") as caught:
+        open_trainer("bert", -1, "run")
+    assert "labels" in str(caught.value) and LABEL in str(caught.value)

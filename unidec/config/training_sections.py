@@ -45,6 +45,7 @@ class Encoder(Section):
         "encoder: a transformer, a bag of tokens, both concatenated, or InceptionXML's "
         "convolutions",
         "checks",
+        "tokens",
         "training",
     )
     pooling: Pooling = key(
@@ -53,14 +54,12 @@ class Encoder(Section):
     query_prompt: Prompt = key(
         "auto",
         "read by the transformer before each query; auto: what its folder says; empty: nothing",
-        "checks",
         "tokens",
         "training",
     )
     label_prompt: Prompt = key(
         "auto",
         "read by the transformer before each label text; auto and empty: as for queries",
-        "checks",
         "tokens",
         "training",
     )

@@ -24,6 +24,7 @@ CONFIG = "config.json"
 # the transformer of a bundle's model (`onnx_export`)
 GRAPH = "encoder.onnx"
 INT8_GRAPH = "encoder-int8.onnx"
+MAX_BYTES = (1 << 31) - (1 << 20)  # of a graph: protobuf's limit, with a margin
 # names of the classifier's rows and biases in `WEIGHTS`
 CLASSIFIER = ("table.weight", "bias.weight")
 # tensors that depend on the labels of the training data: a bundle's model does not contain them

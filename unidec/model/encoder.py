@@ -421,17 +421,20 @@ def load_transformer(folder: Path) -> nn.Module:
     )
 
 
+def new_dense(folder: Path) -> list[Dense]:
+    """The layers behind the pooling of an encoder's folder, with random weights."""
+    return [Dense(about) for about in read_encoder_folder(folder).dense]
+
+
 def load_dense(folder: Path) -> list[Dense]:
     """The layers behind the pooling of an encoder's folder."""
     from safetensors.torch import load_file
 
-    layers = []
-    for about in read_encoder_folder(folder).dense:
-        layer = Dense(about)
-        weights = load_file(folder / about.path / "model.safetensors")
+    layers = new_dense(folder)
+    for layer in layers:
+        weights = load_file(folder / layer.about.path / "model.safetensors")
         tensors = {name.removeprefix("linear."): weights[name].float() for name in weights}
         layer[0].load_state_dict(tensors)
-        layers.append(layer)
     return layers
 
 

@@ -22,13 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unidec.model.arrays import GRAPH, INT8_GRAPH
+from unidec.model.arrays import GRAPH, INT8_GRAPH, MAX_BYTES
 from unidec.model.encoder import TextEncoder
 from unidec.model.packed import Padded
 from unidec.model.unidec import UniDEC
 
 OPSET = 18
-MAX_BYTES = (1 << 31) - (1 << 20)  # protobuf's limit on the size of a file, with a margin
 # alpha of SmoothQuant: how much of the differences in scale moves from a layer's inputs to its
 # weights
 SMOOTHING = 0.9

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -102,6 +103,15 @@ def check_positions(folder: Path, max_length: int) -> None:
             expected=f"at most {limit}",
             fix=f"tokens.max_length: {limit}, or another encoder.name",
         )
+
+
+def num_weights(folder: Path) -> int:
+    """The number of weights in a transformer's file."""
+    from safetensors import safe_open
+
+    with safe_open(str(folder / "model.safetensors"), framework="numpy") as file:
+        names = list(file.keys())
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
 
 
 def _from_hub(name: str, packaged: Packaged | None) -> Path:

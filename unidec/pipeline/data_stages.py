@@ -22,9 +22,11 @@ from unidec.data.storage import file_sha256, files_sha256, read_json, swap_folde
 from unidec.data.tokens import TokenCache, build_token_cache, encode_texts
 from unidec.errors import ConfigError, DataError
 from unidec.metric_names import GROUPS
+from unidec.model.arrays import MAX_BYTES
 from unidec.model.encoder_folder import read_encoder_folder, resolved
-from unidec.model.sources import check_positions, resolve_encoder
+from unidec.model.sources import check_positions, num_weights, resolve_encoder
 from unidec.pipeline import paths
+from unidec.pipeline.encoders import ARCHITECTURES
 from unidec.pipeline.lock import replaces_inputs
 from unidec.tracking.repository import git
 
@@ -158,10 +160,16 @@ def checked_encoder(params: Params) -> Path:
     length = params.tokens.max_length
     most = min(length, params.encoder.transformer_tokens or length)
     check_positions(folder, most)
-    if "auto_map" in read_json(folder / "config.json"):
+    config = read_json(folder / "config.json")
+    if "auto_map" in config:
         from unidec.model.encoder import transformer_config  # imports torch
 
         transformer_config(folder)
+    tested = [name for name, _, _ in ARCHITECTURES]
+    if config.get("model_type") not in tested:
+        log.warning("%s is not among the tested architectures (unidec encoders)", folder)
+    if 4 * num_weights(folder) > MAX_BYTES:
+        log.warning("%s is too large for an ONNX file: torch will encode queries", folder)
     made_for = read_encoder_folder(folder).max_length
     if 0 < made_for < most:
         log.warning("%s was made for texts of %d tokens, not %d", folder, made_for, most)

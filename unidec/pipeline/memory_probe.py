@@ -31,15 +31,14 @@ from unidec.methods.label_clusters import LABEL_CLUSTER
 from unidec.methods.simcse import texts_as_labels
 from unidec.model.batch import TextChunks
 from unidec.model.encoder import (
-    Dense,
     EncoderInput,
     TextEncoder,
     TransformerEncoder,
+    new_dense,
     transformer_class,
     transformer_config,
     transformer_options,
 )
-from unidec.model.encoder_folder import read_encoder_folder
 from unidec.model.encoder_inputs import InputBuilder
 from unidec.model.packed import Packed, Padded, in_half, is_packable
 from unidec.model.pool import TrainingPairs
@@ -192,18 +191,15 @@ class _Builder(InputBuilder):
 
 
 def encoder_config(name: str) -> Any:
-    """The config of a transformer, whose weights are not needed.
-
-    `name` is a folder or name that `resolve_encoder` finds, or one of `KNOWN`.
-
-    Raises:
-        ArtifactError: there is no such encoder. ConfigError: its config.json is not a
-        transformer's.
+    """The config of a transformer, whose weights are not needed: of a folder or name that
+    `resolve_encoder` finds, or of one of `KNOWN`; raises its errors and those of
+    `transformer_config`.
     """
     from transformers import AutoConfig
 
-    known = _known(name)
-    return AutoConfig.for_model(known) if known else transformer_config(resolve_encoder(name))
+    if known := _known(name):
+        return AutoConfig.for_model(known)
+    return transformer_config(resolve_encoder(name))
 
 
 def _known(name: str) -> str | None:
@@ -383,9 +379,8 @@ class _Probe:
         transformer = _transformer(settings.name, self.gpu) if settings.has_transformer else None
         width = config.hidden_size
         layers = token_layers(settings, width)
-        dense: list[Dense] = []
-        if settings.has_transformer and not _known(settings.name):
-            dense += map(Dense, read_encoder_folder(resolve_encoder(settings.name)).dense)
+        has_folder = settings.has_transformer and not _known(settings.name)
+        dense = new_dense(resolve_encoder(settings.name)) if has_folder else []
         encoder = TextEncoder(settings, transformer, num_tokens, width, layers, dense=dense)
         encoder.transformer_vectors = self._outputs  # type: ignore[method-assign]
         if encoder.bag is not None:  # the host reads them

@@ -34,9 +34,10 @@ from unidec.bundle.export.vectors import (
 from unidec.data.storage import read_json, write_folder, write_json
 from unidec.data.tokens import load_tokenizer
 from unidec.errors import ConfigError
+from unidec.model.arrays import MAX_BYTES
 from unidec.model.encoder import BagEncoder
 from unidec.model.encoder_folder import FROM_HERE
-from unidec.model.onnx_export import MAX_BYTES, OPSET, TransformerGraph, export_graph
+from unidec.model.onnx_export import OPSET, TransformerGraph, export_graph
 from unidec.model.unidec import UniDEC
 from unidec.model.words import MIX, ODD, PLACES
 
