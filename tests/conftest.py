@@ -261,6 +261,22 @@ def tiny_distilbert(tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="session")
+def tiny_encoder(
+    tiny_raw: RawData, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """`tiny_encoder("t5")`: folder of an encoder of `tiny_architectures.ARCHITECTURES`."""
+    root = tmp_path_factory.mktemp("architectures")
+
+    def get(name: str) -> Path:
+        from helpers.tiny_architectures import write_encoder
+
+        titles = tiny_raw.labels["title"].to_pylist()
+        return root / name if (root / name).is_dir() else write_encoder(root / name, name, titles)
+
+    return get
+
+
+@pytest.fixture(scope="session")
 def tiny_tokens(
     tiny_dataset: XMCDataset, tiny_bert: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, TokenCache]:

@@ -13,7 +13,6 @@ from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import BundleLabels, Facts, Scoring, write_bundle
 from unidec.config import Encoder, Model
 from unidec.data.storage import write_folder
-from unidec.data.tokens import encode_texts
 from unidec.methods.assembly import additions
 from unidec.model.unidec import KIND, VERSION, UniDEC
 from unidec.ranking.heads import Heads
@@ -51,6 +50,7 @@ def real_bundle(
     clf_weight: float = 0.8,
     dim: int = 24,
     unit_length: bool = True,
+    max_length: int = 16,
     **encoder: Any,
 ) -> Bundle:
     """A bundle of `LABELS` on the tiny transformer in `source`, every weight random; loaded.
@@ -73,7 +73,7 @@ def real_bundle(
             len(LABELS),
             source,
             num_tokens=0,
-            params={"tokens": {"max_length": 16}},
+            params={"tokens": {"max_length": max_length}},
             add=additions,
         ).eval()
         with torch.no_grad():
@@ -85,7 +85,7 @@ def real_bundle(
     with write_folder(folder / "model", KIND, VERSION) as out:
         model.save_into(out)
     de_LD, (clf_LD, bias_L) = (
-        model.encode_labels(encode_texts(LABELS, source, 16)),
+        model.encode_labels(model.tokens(LABELS, "labels")),
         model.classifier_table(),
     )
     space = space or heads
@@ -109,7 +109,7 @@ def one_by_one(bundle: Bundle, texts: list[str]) -> tuple[np.ndarray | None, np.
     """Both heads of each text alone, by the model itself."""
     rows = []
     for text in texts:
-        tokens = encode_texts([text], bundle.model.tokenizer_folder, bundle.model.max_length)
+        tokens = bundle.model.tokens([text], "queries")
         rows.append(bundle.model.encode_queries(tokens, np.arange(1)))
     de, clf = zip(*rows, strict=True)
     return tuple(None if part[0] is None else np.concatenate(part) for part in (de, clf))

@@ -61,6 +61,9 @@ class StubModel:
         self.max_length = 8
         self.words_2VD = np.load(path / "words.npy", allow_pickle=False)
 
+    def tokens(self, texts, side):
+        return encode_texts(texts, self.tokenizer_folder, self.max_length)
+
     def _mean(self, head: int, tokens: Tokens, rows: np.ndarray) -> np.ndarray:
         ids, mask = tokens.batch(rows)
         summed = (self.words_2VD[head][ids] * mask[..., None]).sum(axis=1)

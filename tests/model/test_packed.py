@@ -7,8 +7,8 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
+from helpers.packed_attention import one_by_one
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -36,16 +36,6 @@ LENGTHS = {
     "all of greatest length": [MOST, MOST, MOST],
     "one without a token": [3, 0, 4],
 }
-
-
-def one_by_one(query, key, value, bounds, _most):
-    """Attention text by text."""
-    lengths = bounds.diff().tolist()
-    parts = []
-    for text in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
-        q_HTD, k_HTD, v_HTD = (x_THD.transpose(0, 1) for x_THD in text)
-        parts.append(F.scaled_dot_product_attention(q_HTD, k_HTD, v_HTD).transpose(0, 1))
-    return torch.cat(parts)
 
 
 @pytest.fixture(autouse=True)

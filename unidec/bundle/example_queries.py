@@ -16,7 +16,6 @@ import scipy.sparse as sp
 from scipy.sparse import csr_matrix
 
 from unidec.bundle.bundle import Bundle
-from unidec.data.tokens import encode_texts
 from unidec.ranking.heads import unit_rows
 from unidec.ranking.neighbours import Neighbours
 from unidec.ranking.query_encoder import Encoded
@@ -30,7 +29,7 @@ def encoded_examples(bundle: Bundle, texts: Sequence[str]) -> Encoded | None:
     if not texts:
         return None
     model = bundle.model
-    tokens = encode_texts(texts, model.tokenizer_folder, model.max_length)
+    tokens = model.tokens(texts, "queries")
     de_ED, clf_ED = model.vectors("queries", tokens, batch_size=_BATCH)
     words_EF = None
     if bundle.words is not None:

@@ -364,7 +364,7 @@ def _changed_vectors(
     encoded_S = change.encoded_S
     before = bundle.vectors
     model = bundle.model
-    tokens = encode_texts(change.texts_S, model.tokenizer_folder, model.max_length)
+    tokens = model.tokens(change.texts_S, "labels")
     desc = "labels" if len(change.texts_S) > _BATCH else None
     de_SD, clf_SD = model.vectors("labels", tokens, batch_size=_BATCH, desc=desc)
     if examples is not None:

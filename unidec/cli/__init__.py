@@ -38,7 +38,9 @@ from unidec.cli.commands import (
     app,
     command,
     group,
+    lines_of,
     load,
+    load_if_there,
     table,
 )
 from unidec.config import Params, describe, parse_overrides, recipe_names, to_yaml, what_decides
@@ -254,8 +256,40 @@ def doctor(
 
 @command(config_app, "--set recipe=depsl", name="show")
 def config_show(params: Params) -> Shown:
-    """Print the effective value of every parameter: file over recipe over default."""
-    return Shown(params.model_dump(), to_yaml(params).splitlines())
+    """Print the effective value of every parameter: file over recipe over default; and what the
+    encoder's folder says, if it is here.
+    """
+    from unidec.pipeline.encoders import what_folder_says
+
+    lines = to_yaml(params).splitlines()
+    if says := what_folder_says(params):
+        lines.append(f"# the encoder's folder says: {says}")
+    return Shown(params.model_dump(), lines)
+
+
+@command(app, "", "all-MiniLM-L6-v2", "my/encoder --json", loads=load_if_there)
+def encoders(
+    params: Params,
+    name: Annotated[
+        str | None, Argument(metavar="[NAME]", help="a folder, an alias or a name on the hub")
+    ] = None,
+) -> Shown:
+    """List the architectures, poolings and prompts of encoders that are known; of a name: what its
+    folder says, which files it lacks, and what it costs on this machine: parameters, memory, texts
+    a second.
+    """
+    from unidec.pipeline.encoders import about_encoder, known_encoders
+
+    if name is not None:
+        about = about_encoder(params, name)
+        return Shown(about, lines_of(name, about))
+    known = known_encoders()
+    rows = [list(row.values()) for row in known["architectures"]]
+    lines = table(list(known["architectures"][0]), rows)
+    lines.append(f"poolings: {', '.join(known['poolings'])}")
+    for names, prompts in known["prompts"].items():
+        lines.append(f"prompts of {names}: {prompts}")
+    return Shown(known, [*lines, "what one needs and costs: unidec encoders NAME"])
 
 
 @config_app.command("check", epilog="Example: unidec config check --params mine.yaml")

@@ -276,6 +276,7 @@ def _peer(name: str, params: Params) -> dict[str, Any]:
     run.
     """
     from unidec.evaluation.metrics import evaluate, filtered_truth, remove_filtered
+    from unidec.model.encoder_folder import FROM_HERE, resolved
     from unidec.model.sources import resolve_encoder
     from unidec.tracking.run import Tracker
 
@@ -285,7 +286,7 @@ def _peer(name: str, params: Params) -> dict[str, Any]:
     settings = {
         "text": params.tokens.text,
         "max_length": params.tokens.max_length,
-        "pooling": params.encoder.pooling,
+        "pooling": "mean",
         "encoder": "",
         "epochs": params.optim.epochs,
         "batch_size": params.pool.batch_size,
@@ -293,7 +294,9 @@ def _peer(name: str, params: Params) -> dict[str, Any]:
         "threads": int(os.environ.get("OMP_NUM_THREADS", "1")),
     }
     if peer.script == "sentence.py":
-        settings["encoder"] = str(resolve_encoder(params.encoder.name))
+        folder = resolve_encoder(params.encoder.name)
+        pooling = resolved(params.encoder, folder).pooling
+        settings |= {"encoder": str(folder), "pooling": FROM_HERE[pooling]}
     vectors = _vectors(params, dataset) if peer.reads_vectors else None
     labels, facts = run_peer(name, dataset, settings, vectors)
     rows = dataset.rows("test")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from unidec.config.section import (
     BelowOne,
@@ -21,6 +21,8 @@ from unidec.config.section import (
 )
 
 Mining = Literal["auto", "exact", "faiss"]
+Prompt = Annotated[str, StringConstraints(max_length=4000)]
+Pooling = Literal["auto", "mean", "cls", "max", "last", "weighted_mean"]
 LossName = Literal["ds", "supcon", "infonce", "triplet", "bce", "hinge", "softtopk"]
 
 
@@ -43,9 +45,24 @@ class Encoder(Section):
         "encoder: a transformer, a bag of tokens, both concatenated, or InceptionXML's "
         "convolutions",
         "checks",
+        "tokens",
         "training",
     )
-    pooling: Literal["mean", "cls"] = key("mean", "pooling of the transformer's token vectors")
+    pooling: Pooling = key(
+        "auto", "pooling of the transformer's token vectors; auto: what its folder says, else mean"
+    )
+    query_prompt: Prompt = key(
+        "auto",
+        "read by the transformer before each query; auto: what its folder says; empty: nothing",
+        "tokens",
+        "training",
+    )
+    label_prompt: Prompt = key(
+        "auto",
+        "read by the transformer before each label text; auto and empty: as for queries",
+        "tokens",
+        "training",
+    )
     trainable_layers: Annotated[int, Field(ge=-1)] = key(
         0, "top transformer layers to train; 0: none; -1: everything"
     )
@@ -87,11 +104,14 @@ class Encoder(Section):
         return self.trainable_layers == 0 or self.kind != "transformer"
 
     def conflicts(self) -> Iterator[Conflict]:
-        if not self.has_transformer and (self.trainable_layers != 0 or self.pooling == "cls"):
+        is_plain = self.trainable_layers == 0 and self.pooling in ("auto", "mean")
+        is_plain &= {self.query_prompt, self.label_prompt} <= {"auto", ""}
+        if not (self.has_transformer or is_plain):
             yield Conflict(
-                "encoder.trainable_layers encoder.pooling encoder.kind",
-                "there is no transformer: trainable layers and pooling have no effect",
-                "encoder.kind: both, or encoder.trainable_layers: 0 and encoder.pooling: mean",
+                "encoder.trainable_layers encoder.pooling encoder.query_prompt "
+                "encoder.label_prompt encoder.kind",
+                "there is no transformer: trainable layers, pooling and prompts have no effect",
+                "encoder.kind: both, or encoder.trainable_layers: 0, and pooling and prompts: auto",
             )
         if self.kind != "both" and self.transformer_tokens:
             yield Conflict(

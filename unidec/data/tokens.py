@@ -9,6 +9,7 @@ the batch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -29,6 +30,7 @@ from unidec.data.storage import (
     REBUILD,
     file_sha256,
     load_array,
+    read_json,
     read_manifest,
     verify_once,
     write_folder,
@@ -47,6 +49,7 @@ otherwise the GPU waits for the host to launch kernels. Measured: benchmarks/res
 
 # Unicode categories: separators, control and format characters
 _INVISIBLE = {"Zs", "Zl", "Zp", "Cc", "Cf"}
+_PROMPTED = "prompted-"  # begins the names of files of texts behind a prompt
 _ENCODE_AT_ONCE = 4096  # texts; limits the memory of Python lists
 _SAVE = "save it in its fast form: AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
 
@@ -67,7 +70,10 @@ class Tokens:
         vocab_size: every id is below it.
         pad_id: padding id in `batch`, where the mask is False.
         max_length: maximum number of tokens of a text.
+        prompted: the same texts behind a prompt; None: there is no prompt.
     """
+
+    prompted: Tokens | None = None
 
     def __init__(
         self,
@@ -86,6 +92,11 @@ class Tokens:
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    @property
+    def for_transformer(self) -> Tokens:
+        """The texts as a transformer reads them: behind their prompt, if there is one."""
+        return self if self.prompted is None else self.prompted
 
     def lengths(self, rows: Sequence[int] | NDArray[Any] | None = None) -> NDArray[np.int64]:
         """Number of tokens of each of these texts (None: of all), int64 [B]; not cached."""
@@ -184,8 +195,8 @@ class TokenCache(Tokens):
 
     Attributes:
         path: the folder.
-        meta: vocab_size, pad_id, max_length, tokenizer_sha256, num_texts, num_tokens, and the
-            `meta` argument of `build_token_cache`.
+        meta: vocab_size, pad_id, max_length, tokenizer_sha256, num_texts, num_tokens, the `meta`
+            argument of `build_token_cache`, and its prompt if there is one.
     """
 
     path: Path
@@ -215,24 +226,28 @@ class TokenCache(Tokens):
                     fix=REBUILD,
                 )
             vocab_size, pad_id, max_length, num_texts = facts
-            offsets = load_array(root / "offsets.npy", np.int64)
-            ids = load_array(root / "ids.npy", _id_dtype(vocab_size))
-            valid = len(offsets) == num_texts + 1 and offsets[0] == 0
-            valid = valid and offsets[-1] == len(ids)
-            if valid and needed and len(ids):
-                lengths = np.diff(offsets)
-                valid = lengths.min() >= 0 and lengths.max() <= max_length
-                valid = valid and ids.max() < vocab_size
-            if not valid:
-                raise ArtifactError(
-                    "offsets and ids do not match, or an id is not in the vocabulary",
-                    where=root,
-                    expected=f"as the manifest says: {meta}"[:200],
-                    fix=REBUILD,
-                )
-        cache = cls(ids, offsets, vocab_size, pad_id, max_length)
+            arrays = []
+            for begin in ("", _PROMPTED) if meta.get("prompt") else ("",):
+                offsets = load_array(root / f"{begin}offsets.npy", np.int64)
+                ids = load_array(root / f"{begin}ids.npy", _id_dtype(vocab_size))
+                valid = len(offsets) == num_texts + 1 and offsets[0] == 0
+                valid = valid and offsets[-1] == len(ids)
+                if valid and needed and len(ids):
+                    lengths = np.diff(offsets)
+                    valid = lengths.min() >= 0 and lengths.max() <= max_length
+                    valid = valid and ids.max() < vocab_size
+                if not valid:
+                    raise ArtifactError(
+                        "offsets and ids do not match, or an id is not in the vocabulary",
+                        where=root,
+                        expected=f"as the manifest says: {meta}"[:200],
+                        fix=REBUILD,
+                    )
+                arrays.append((ids, offsets))
+        cache, *prompted = [cls(*each, vocab_size, pad_id, max_length) for each in arrays]
         cache.path = root
         cache.meta = meta
+        cache.prompted = prompted[0] if prompted else None
         return cache
 
 
@@ -252,8 +267,8 @@ class Piece:
 
 
 class TextTokenizer:
-    """A tokenizer read from `tokenizer.json`, which cuts texts on the right, keeps special tokens
-    and does not pad.
+    """A tokenizer read from `tokenizer.json`, which cuts texts on the right (or on the left, if
+    tokenizer_config.json says so), keeps special tokens and does not pad.
 
     The truncation and padding settings in the file are ignored.
 
@@ -264,6 +279,7 @@ class TextTokenizer:
     Attributes:
         num_specials: number of special tokens added to every text.
         unknown_id: id of the token for unknown words; -1 if there is none.
+        truncation_side: where a text that is too long is cut, "right" or "left".
 
     Raises:
         ArtifactError: there is no tokenizer, it cannot be read, or max_length leaves no room beside
@@ -300,7 +316,10 @@ class TextTokenizer:
             unknown = self._tokenizer.token_to_id(model["unk_token"])
         self.unknown_id = -1 if unknown is None else int(unknown)
         self._tokenizer.no_padding()
-        self._tokenizer.enable_truncation(max_length)
+        settings = self.file.with_name("tokenizer_config.json")
+        side = read_json(settings).get("truncation_side") if settings.is_file() else None
+        self.truncation_side = "left" if side == "left" else "right"
+        self._tokenizer.enable_truncation(max_length, direction=self.truncation_side)
 
     def _padding_id(self) -> int:
         """The id of the padding token, by tokenizer.json, by the files beside it, or by its usual
@@ -383,10 +402,13 @@ def load_tokenizer(folder: str | os.PathLike[str], max_length: int) -> TextToken
 
 
 def encode_texts(
-    texts: Sequence[str], tokenizer_folder: str | os.PathLike[str], max_length: int
+    texts: Sequence[str],
+    tokenizer_folder: str | os.PathLike[str],
+    max_length: int,
+    prompt: str = "",
 ) -> Tokens:
-    """Tokenise texts in memory, for serving. Raises the errors of `TextTokenizer` and
-    its `encode`.
+    """Tokenise texts in memory, for serving, and if there is a prompt also behind it. Raises the
+    errors of `TextTokenizer` and its `encode`.
     """
     tokenizer = load_tokenizer(tokenizer_folder, max_length)
     if isinstance(texts, str):
@@ -394,9 +416,17 @@ def encode_texts(
     starts = range(0, max(len(texts), 1), _ENCODE_AT_ONCE)
     encoded = [tokenizer.encode(texts[start : start + _ENCODE_AT_ONCE]) for start in starts]
     ids, lengths = zip(*encoded, strict=True)
-    return Tokens(
+    tokens = Tokens(
         np.concatenate(ids), _offsets(lengths), tokenizer.vocab_size, tokenizer.pad_id, max_length
     )
+    if prompt:
+        tokens.prompted = encode_texts(behind(prompt, texts), tokenizer_folder, max_length)
+    return tokens
+
+
+def behind(prompt: str, texts: Iterable[str]) -> list[str]:
+    """Texts behind a prompt, as one text each: a tokenizer may join both at their border."""
+    return [prompt + text for text in texts] if prompt else list(texts)
 
 
 def _offsets(lengths: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
@@ -411,6 +441,8 @@ def build_token_cache(
     out: str | os.PathLike[str],
     num_texts: int,
     meta: Mapping[str, Any] | None = None,
+    *,
+    prompt: str = "",
 ) -> Path:
     """Tokenise batches of texts into a folder, and return its path; needs memory for one batch and
     8 bytes per text.
@@ -422,25 +454,32 @@ def build_token_cache(
             offsets.npy (int64 [N + 1]).
         num_texts: total number of texts, for the progress bar.
         meta: further facts for the manifest, such as {"text": "title"}.
+        prompt: if not empty, the texts behind it are in two more files, prompted-ids.npy and
+            prompted-offsets.npy.
 
     Raises:
         DataError: a text cannot be tokenised.
         ArtifactError: there is no tokenizer, or the folder cannot be written.
     """
     tokenizer = TextTokenizer(tokenizer_folder, max_length)
-    lengths: list[NDArray[Any]] = []
+    lengths: dict[str, list[NDArray[Any]]] = {}
+    prompts = {"": ""} | ({_PROMPTED: prompt} if prompt else {})
     with write_folder(out, KIND, VERSION, meta) as folder:
-        with (
-            growing_array(folder.path / "ids.npy", _id_dtype(tokenizer.vocab_size)) as add_ids,
-            progress(total=num_texts, desc="tokenise", unit="text") as bar,
-        ):
+        with contextlib.ExitStack() as stack:
+            bar = stack.enter_context(progress(total=num_texts, desc="tokenise", unit="text"))
+            dtype = _id_dtype(tokenizer.vocab_size)
+            files = [growing_array(folder.path / f"{begin}ids.npy", dtype) for begin in prompts]
+            adds = [stack.enter_context(file) for file in files]
             for batch in texts:
-                flat, length = tokenizer.encode(batch)
-                add_ids(flat)
-                lengths.append(length.astype(np.int32))
+                for (begin, before), add_ids in zip(prompts.items(), adds, strict=True):
+                    flat, length = tokenizer.encode(behind(before, batch))
+                    add_ids(flat)
+                    lengths.setdefault(begin, []).append(length.astype(np.int32))
                 bar.update(len(batch))
-        offsets = _offsets(lengths)
-        np.save(folder.path / "offsets.npy", offsets)
+        for begin in prompts:
+            np.save(folder.path / f"{begin}offsets.npy", _offsets(lengths.get(begin, [])))
+        offsets = _offsets(lengths.get("", []))
+        folder.meta |= {"prompt": prompt} if prompt else {}
         folder.meta |= {
             "vocab_size": tokenizer.vocab_size,
             "pad_id": tokenizer.pad_id,

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from unidec.config import Encoder, Model
 from unidec.data.storage import read_json
 from unidec.errors import ArtifactError
+from unidec.model.encoder_folder import DenseLayer
 
 KIND = "model"
 VERSION = 1
@@ -23,11 +24,13 @@ CONFIG = "config.json"
 # the transformer of a bundle's model (`onnx_export`)
 GRAPH = "encoder.onnx"
 INT8_GRAPH = "encoder-int8.onnx"
+MAX_BYTES = (1 << 31) - (1 << 20)  # of a graph: protobuf's limit, with a margin
 # names of the classifier's rows and biases in `WEIGHTS`
 CLASSIFIER = ("table.weight", "bias.weight")
 # tensors that depend on the labels of the training data: a bundle's model does not contain them
 BY_LABEL = (*CLASSIFIER, "auxiliary", "label_cluster")
 _TRANSFORMER = "encoder.transformer."
+_OLD = {"pooling": "mean", "query_prompt": "", "label_prompt": ""}  # of versions without the keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +38,14 @@ class ModelConfig:
     """config.json of a trained model's folder.
 
     Attributes:
-        encoder, settings: sections `encoder` and `model` that the model was trained with.
+        encoder, settings: sections `encoder` and `model` that the model was trained with; nothing
+            of the encoder is "auto".
         max_length: most tokens of a text.
         params: all parameters of the training.
         unit_vectors: whether the transformer's vectors are scaled to unit length.
         num_tokens: size of the bag's vocabulary, 0 without a bag.
-        width: width of the transformer's vectors and of the token embeddings.
+        width: width of the token embeddings.
+        dense: layers behind the transformer's pooling. transformer_width: of its vectors.
     """
 
     folder: Path
@@ -52,13 +57,15 @@ class ModelConfig:
     unit_vectors: bool
     num_tokens: int
     width: int
+    dense: tuple[DenseLayer, ...]
+    transformer_width: int
 
     @classmethod
     def read(cls, folder: Path) -> ModelConfig:
         """Read config.json. Raises ArtifactError: missing or invalid."""
         try:
             config = read_json(folder / CONFIG)
-            encoder = Encoder(**config["encoder"])
+            encoder = Encoder(**{**_OLD, **config["encoder"]})
             return cls(
                 folder=folder,
                 encoder=encoder,
@@ -69,6 +76,8 @@ class ModelConfig:
                 unit_vectors=bool(config["unit_vectors"]),
                 num_tokens=int(config["num_tokens"]),
                 width=int(config["encoder_width"]),
+                dense=tuple(DenseLayer(**layer) for layer in config.get("dense", [])),
+                transformer_width=int(config.get("transformer_width", config["encoder_width"])),
             )
         except (KeyError, ValueError, TypeError, AttributeError, OSError) as error:
             raise misfit(folder, error) from error

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from unidec.config import Encoder
 from unidec.errors import ConfigError
+from unidec.model.encoder_folder import DenseLayer, read_encoder_folder
 from unidec.model.packed import (
     ATTENTION,
     PACKABLE,
@@ -67,27 +68,49 @@ class EncoderInput:
 
 def _layers(transformer: Any) -> list[nn.Module]:
     """The transformer's layers, from the first to the last."""
-    for name in ("encoder", "transformer"):
-        stack: Any = getattr(transformer, name, None)
-        if hasattr(stack, "layer"):
-            return list(stack.layer)
+    for module in transformer.modules():
+        if (
+            isinstance(module, nn.ModuleList)
+            and len(module) == transformer.config.num_hidden_layers
+        ):
+            return list(module)
     raise ConfigError(
         f"no stack of layers found in a {type(transformer).__name__}",
         where="encoder.trainable_layers",
-        fix="0 (frozen) or -1 (all layers train); other values work with BERT, RoBERTa, MPNet "
-        "and DistilBERT",
+        fix="0 (frozen) or -1 (all layers train)",
     )
 
 
-class TransformerEncoder(nn.Module):
-    """A transformer and its pooling; its top `trainable_layers` layers train (-1: everything)."""
+class Dense(nn.Sequential):
+    """A linear layer behind the pooling, and its activation."""
 
-    def __init__(self, transformer: nn.Module, pooling: str, trainable_layers: int):
+    def __init__(self, about: DenseLayer) -> None:
+        linear = nn.Linear(about.in_features, about.out_features, about.bias)
+        super().__init__(linear, getattr(nn, about.activation)())
+        self.about = about
+
+    def forward(self, vector_BD: Tensor) -> Tensor:
+        return super().forward(vector_BD.to(self[0].weight.dtype))
+
+
+class TransformerEncoder(nn.Module):
+    """A transformer, its pooling, and the layers behind it; its top `trainable_layers` layers train
+    and all behind the pooling (-1: everything; 0: nothing).
+    """
+
+    def __init__(
+        self,
+        transformer: nn.Module,
+        pooling: str,
+        trainable_layers: int,
+        dense: Sequence[Dense] = (),
+    ):
         super().__init__()
         config: Any = transformer.config
         self.transformer = transformer
         self.pooling = pooling
-        self.width = int(config.hidden_size)
+        self.dense = nn.Sequential(*dense)
+        self.width = dense[-1].about.out_features if dense else int(config.hidden_size)
         self.num_frozen_layers = 0
         self._trained = [transformer] if trainable_layers == -1 else []
         if trainable_layers >= 0:
@@ -102,6 +125,8 @@ class TransformerEncoder(nn.Module):
         if trainable_layers > 0:
             self._trained = _layers(transformer)[self.num_frozen_layers :]
         self.requires_grad_(False)
+        if trainable_layers != 0:
+            self._trained.append(self.dense)
         for layer in self._trained:
             layer.requires_grad_(True)
 
@@ -115,7 +140,7 @@ class TransformerEncoder(nn.Module):
     def forward(self, texts: Padded | Packed) -> Tensor:
         """Pooled vectors of texts, float32 [B, D]."""
         hidden = self.transformer(**texts.inputs(self.transformer.config)).last_hidden_state
-        return texts.pool(hidden, self.pooling)
+        return self.dense(texts.pool(hidden, self.pooling)).float()
 
 
 class TokenLayers(nn.Module):
@@ -243,6 +268,7 @@ class TextEncoder(nn.Module):
         num_tokens, width: rows and width of the bag's embeddings (the width is the transformer's
             hidden size).
         token_layers: of `BagEncoder`.
+        dense: layers behind the transformer's pooling.
 
     Attributes:
         unit_vectors: whether the transformer's vectors are scaled to unit length; those of a
@@ -259,6 +285,8 @@ class TextEncoder(nn.Module):
         num_tokens: int,
         width: int,
         token_layers: TokenLayers | None = None,
+        *,
+        dense: Sequence[Dense] = (),
     ):
         super().__init__()
         self.settings = settings
@@ -272,7 +300,7 @@ class TextEncoder(nn.Module):
         if settings.has_transformer:
             assert transformer is not None
             self.transformer = TransformerEncoder(
-                transformer, settings.pooling, settings.trainable_layers
+                transformer, settings.pooling, settings.trainable_layers, dense
             )
             self.width += self.transformer.width
         if settings.kind != "transformer":
@@ -381,22 +409,68 @@ class TextEncoder(nn.Module):
 
 def load_transformer(folder: Path) -> nn.Module:
     """The transformer of a folder from `resolve_encoder`, without the unused pooling head."""
-    from transformers import AutoConfig, AutoModel
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # transformers would report the pooling head's unused weights
     logging.disable_progress_bar()
-    options = transformer_options(AutoConfig.from_pretrained(folder))
+    config = transformer_config(folder)
+    options = transformer_options(config)
     # float32 whatever the file's type: half-precision weights would lose most of their updates
-    return AutoModel.from_pretrained(folder, use_safetensors=True, **options).float()
+    return (
+        transformer_class(config).from_pretrained(folder, use_safetensors=True, **options).float()
+    )
+
+
+def new_dense(folder: Path) -> list[Dense]:
+    """The layers behind the pooling of an encoder's folder, with random weights."""
+    return [Dense(about) for about in read_encoder_folder(folder).dense]
+
+
+def load_dense(folder: Path) -> list[Dense]:
+    """The layers behind the pooling of an encoder's folder."""
+    from safetensors.torch import load_file
+
+    layers = new_dense(folder)
+    for layer in layers:
+        weights = load_file(folder / layer.about.path / "model.safetensors")
+        tensors = {name.removeprefix("linear."): weights[name].float() for name in weights}
+        layer[0].load_state_dict(tensors)
+    return layers
+
+
+def transformer_config(folder: Path) -> Any:
+    """The configuration of a transformer in a folder or in a file.
+
+    Raises:
+        ConfigError: it is damaged, of an architecture that the installed transformers does not
+            have, or needs code of its own, which is never run.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        what = "not the config.json of a transformer that the installed transformers has"
+        fix = "save it with AutoModel.save_pretrained"
+        if "trust_remote_code" in str(error):
+            what = "this encoder needs code of its own (trust_remote_code), which unidec never runs"
+            fix = "name an encoder that the installed transformers has: unidec encoders lists them"
+        raise ConfigError(what, where=folder, got=str(error)[:200], fix=fix) from error
+
+
+def transformer_class(config: Any) -> Any:
+    """The class that loads a transformer: of an encoder with a decoder, such as T5's, the encoder
+    alone.
+    """
+    from transformers import AutoModel, AutoModelForTextEncoding
+
+    return AutoModelForTextEncoding if config.is_encoder_decoder else AutoModel
 
 
 def empty_transformer(config_folder: Path) -> nn.Module:
     """A transformer as in config.json, with random weights; the caller loads the weights."""
-    from transformers import AutoConfig, AutoModel
-
-    config = AutoConfig.from_pretrained(config_folder)
-    return AutoModel.from_config(config, **transformer_options(config)).float()
+    config = transformer_config(config_folder)
+    return transformer_class(config).from_config(config, **transformer_options(config)).float()
 
 
 def transformer_options(config: Any, gpu: bool = False) -> dict[str, Any]:

@@ -97,7 +97,8 @@ class InputBuilder:
         chunks = []
         order = []
         first = 0
-        for _, tokens, rows in parts:
+        for _, texts, rows in parts:
+            tokens = texts.for_transformer
             for places in length_chunks(tokens.lengths(rows), tokens=self.chunk_tokens):
                 ids_BT, mask_BT = tokens.batch(rows[places], most)
                 chunks.append(Padded(self._to(ids_BT), self._to(mask_BT)))
@@ -113,6 +114,7 @@ class InputBuilder:
         are computed again are those of a small one at a time.
         """
         encoder = self.encoder
+        parts = [(name, tokens.for_transformer, rows) for name, tokens, rows in parts]
         token_F, lengths_B = joined(parts, encoder.settings.transformer_tokens)
         most = max(tokens.max_length for _, tokens, _ in parts)
         end_B = np.cumsum(lengths_B)

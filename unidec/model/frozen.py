@@ -107,6 +107,8 @@ class FrozenCaches:
             facts["pooling"] = part.pooling
             facts["frozen_layers"] = part.num_frozen_layers
             facts["tokens_read"] = encoder.settings.transformer_tokens
+            if part.dense:
+                facts["dense"] = [layer.about.model_dump() for layer in part.dense]
         facts["weights"] = frozen_sha256(part)
         facts["amp"] = str(self.amp)
         facts["version"] = VERSION
@@ -172,8 +174,10 @@ class FrozenCaches:
             if encoder.transformer is not None:
                 vectors = self.read("vectors", sources)
         rows = np.arange(len(tokens))
-        if known is not None:
-            same_N = same_texts(tokens, next(iter(sources.values())), most)
+        first = next(iter(sources.values()))
+        # a text has two outputs where queries and labels have their own prompts
+        if known is not None and (what == "vectors" or first.prompted is tokens.prompted is None):
+            same_N = same_texts(tokens.for_transformer, first.for_transformer, most)
             rows = np.flatnonzero(same_N < 0)
             shared = np.flatnonzero(same_N >= 0)
             for start in range(0, len(shared), TEXTS_AT_ONCE):

@@ -22,19 +22,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unidec.data.tokens import encode_texts
-from unidec.model.arrays import GRAPH, INT8_GRAPH
+from unidec.model.arrays import GRAPH, INT8_GRAPH, MAX_BYTES
 from unidec.model.encoder import TextEncoder
 from unidec.model.packed import Padded
 from unidec.model.unidec import UniDEC
 
 OPSET = 18
-MAX_BYTES = (1 << 31) - (1 << 20)  # protobuf's limit on the size of a file, with a margin
 # alpha of SmoothQuant: how much of the differences in scale moves from a layer's inputs to its
 # weights
 SMOOTHING = 0.9
 # between outputs of graph and model: rounding errors are far smaller, those of a wrong trace larger
 TOLERANCE = 1e-3
+_FAILURES = (ImportError, RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 log = logging.getLogger(__name__)
 Inputs = dict[str, Any]
 
@@ -49,6 +48,7 @@ class TransformerGraph(nn.Module):
         assert encoder.transformer is not None
         self.transformer = encoder.transformer.transformer
         self.pooling = encoder.transformer.pooling
+        self.dense = encoder.transformer.dense
         self.unit_vectors = encoder.unit_vectors
         self.max_tokens = encoder.settings.transformer_tokens or None
         self.transformer.set_attn_implementation("eager")
@@ -56,9 +56,24 @@ class TransformerGraph(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         ids_BT = input_ids[:, : self.max_tokens]
         mask_BT = attention_mask[:, : self.max_tokens]
-        hidden = self.transformer(input_ids=ids_BT, attention_mask=mask_BT).last_hidden_state
-        vectors_BD = Padded(ids_BT, mask_BT).pool(hidden, self.pooling)
+        seen = mask_BT
+        if getattr(self.transformer.config, "use_bidirectional_attention", False):
+            seen = _masks(mask_BT, self.transformer.config.sliding_window)
+        hidden = self.transformer(input_ids=ids_BT, attention_mask=seen).last_hidden_state
+        vectors_BD = self.dense(Padded(ids_BT, mask_BT).pool(hidden, self.pooling))
         return F.normalize(vectors_BD, dim=-1) if self.unit_vectors else vectors_BD
+
+
+def _masks(mask_BT: Tensor, window: int) -> dict[str, Tensor]:
+    """Masks of Gemma 3's layers where attention is not causal: torch cannot trace transformers' own
+    code for them.
+    """
+    place_T = torch.arange(mask_BT.shape[1])
+    is_near_TT = (place_T[:, None] - place_T).abs() < window
+    all_B1TT = mask_BT[:, None, None, :].bool() & (place_T >= 0)[:, None]
+    lowest = torch.finfo(torch.float32).min
+    masks = {"full_attention": all_B1TT, "sliding_attention": all_B1TT & is_near_TT}
+    return {name: (~mask).float() * lowest for name, mask in masks.items()}
 
 
 def export_graph(module: nn.Module, path: Path, outputs: Sequence[str]) -> None:
@@ -113,7 +128,7 @@ def write_graphs(model: UniDEC, folder: Path, texts: Sequence[str]) -> list[str]
         export_graph(module, graph, ["vectors"])
         _check(graph, untraced, expected)
         _quantise(graph, int8_graph, inputs)
-    except (ImportError, RuntimeError, ValueError, TypeError, LookupError) as error:
+    except _FAILURES as error:
         graph.unlink(missing_ok=True)
         int8_graph.unlink(missing_ok=True)
         log.warning("no ONNX graph of the transformer, torch will encode queries: %s", error)
@@ -123,7 +138,7 @@ def write_graphs(model: UniDEC, folder: Path, texts: Sequence[str]) -> list[str]
 
 def _inputs(model: UniDEC, texts: Sequence[str]) -> list[Inputs]:
     """Batches of texts of the same length: padding would distort the scales of the quantisation."""
-    tokens = encode_texts(texts or ["text"], model.tokenizer_folder, model.max_length)
+    tokens = model.tokens(texts or ["text"], "queries").for_transformer
     lengths_B = tokens.lengths()
     batches = []
     for length in np.unique(lengths_B[lengths_B > 0]):
@@ -164,6 +179,11 @@ class _SmoothLinear(nn.Module):
         self.inverse_I = nn.Parameter(1 / scale_I, requires_grad=False)
         self.weight_OI = nn.Parameter(layer.weight.detach() * scale_I, requires_grad=False)
         self.bias = layer.bias
+
+    @property
+    def weight(self) -> Tensor:
+        """Transformers looks at its type."""
+        return self.weight_OI
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x * self.inverse_I, self.weight_OI, self.bias)

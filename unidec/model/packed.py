@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -31,20 +32,28 @@ class Padded(NamedTuple):
     def inputs(self, config: Any) -> dict[str, Any]:
         """Arguments of a transformer with this configuration."""
         mask_BT = self.mask_BT.long()
-        if config._attn_implementation != "eager":
+        if config._attn_implementation != "eager" and config.model_type in PACKABLE:
             # a 4-d mask is used as it is; transformers would read the values of a mask [B, T], and
             # the host would wait
             mask_BT = self.mask_BT[:, None, None, :].expand(-1, 1, self.mask_BT.shape[1], -1)
         return {"input_ids": self.ids_BT, "attention_mask": mask_BT}
 
     def pool(self, hidden_BTW: Tensor, pooling: str) -> Tensor:
-        """A vector of each text, float32 [B, W]: the mean of its tokens, or that of the first
-        ("cls").
+        """A vector of each text, float32 [B, W]: the mean of its tokens ("mean"), or weighted by
+        their places from 1 ("weighted_mean"), their maximum ("max"), or the vector of the first
+        ("cls") or last one ("last"). A text without tokens has zeros, but for "cls".
         """
         hidden_BTW = hidden_BTW.float()
         if pooling == "cls":
             return hidden_BTW[:, 0]
         weight_BT1 = self.mask_BT.unsqueeze(-1).float()
+        if pooling == "max":
+            largest_BW = hidden_BTW.masked_fill(weight_BT1 == 0, -torch.inf).amax(1)
+            return largest_BW.masked_fill(weight_BT1.amax(1) == 0, 0)
+        if pooling == "last":  # no token follows it
+            weight_BT1 = weight_BT1 - F.pad(weight_BT1[:, 1:], (0, 0, 0, 1))
+        elif pooling == "weighted_mean":
+            weight_BT1 = weight_BT1 * weight_BT1.cumsum(1)
         return (hidden_BTW * weight_BT1).sum(1) / weight_BT1.sum(1).clamp_min(1)
 
 
@@ -78,11 +87,23 @@ class Packed(NamedTuple):
         """As `Padded.pool`."""
         hidden_FW = hidden_1FW.squeeze(0).float()  # a gradient of [0] would be copied
         begin_B = self.bounds[:-1]
+        end_B = self.bounds[1:]
         if pooling == "cls":
             return hidden_FW[begin_B]
-        sum_BW = torch.segment_reduce(hidden_FW, "sum", offsets=self.bounds, unsafe=True, initial=0)
-        length_B = self.bounds[1:] - begin_B
-        return sum_BW / length_B.clamp_min(1).unsqueeze(1)
+        length_B = end_B - begin_B
+        has_tokens_B1 = (length_B > 0).unsqueeze(1)
+        if pooling == "last":
+            return hidden_FW[end_B - 1] * has_tokens_B1
+        of_texts = {"offsets": self.bounds, "unsafe": True}
+        if pooling == "max":
+            largest_BW = torch.segment_reduce(hidden_FW, "max", initial=-torch.inf, **of_texts)
+            return largest_BW.where(has_tokens_B1, 0)
+        total_B = length_B
+        if pooling == "weighted_mean":
+            hidden_FW = hidden_FW * (self.place_F + 1).unsqueeze(1)
+            total_B = length_B * (length_B + 1) / 2
+        sum_BW = torch.segment_reduce(hidden_FW, "sum", initial=0, **of_texts)
+        return sum_BW / total_B.clamp_min(1).unsqueeze(1)
 
 
 def can_pack(config: Any, device: torch.device, amp: torch.dtype | None) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -109,15 +110,27 @@ def check_positions(folder: Path, max_length: int) -> None:
         )
 
 
+def num_weights(folder: Path) -> int:
+    """The number of weights in a transformer's file."""
+    from safetensors import safe_open
+
+    with safe_open(str(folder / "model.safetensors"), framework="numpy") as file:
+        names = list(file.keys())
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+
+
 def _from_hub(name: str, packaged: Packaged | None) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = [
-        "config.json",
+        "*config.json",
+        "config_sentence_transformers.json",
+        "modules.json",
         "tokenizer*",
         "vocab*",
         "special_tokens_map.json",
         "model.safetensors",
+        "?_Dense/model.safetensors",
     ]
     try:
         return _checked(Path(snapshot_download(name, allow_patterns=patterns)))
@@ -155,9 +168,11 @@ def _checked(folder: Path) -> Path:
             f'AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"',
         )
     if missing:
+        pickles = [file.name for file in folder.glob("*.bin")]
         raise ArtifactError(
             f"not a transformer's folder: {', '.join(missing)} missing",
             where=folder,
+            got=f"{pickles[0]}, a pickle, which is never loaded" if pickles else None,
             fix=(
                 "save it with AutoModel.save_pretrained and AutoTokenizer.save_pretrained (fast "
                 "tokenizer)"

@@ -14,7 +14,7 @@ import contextlib
 import json
 import math
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from unidec.config import Encoder, Model
 from unidec.data.storage import Folder, read_manifest
 from unidec.data.tensor_file import open_tensors, write_tensors
-from unidec.data.tokens import Tokens
+from unidec.data.tokens import Tokens, encode_texts
 from unidec.errors import ConfigError, UnidecError
 from unidec.model.additions import AS_TRAINED, Add, Exported, Part, add_nothing
 from unidec.model.arrays import (
@@ -40,7 +40,14 @@ from unidec.model.arrays import (
     ModelConfig,
     misfit,
 )
-from unidec.model.encoder import TextEncoder, empty_transformer, load_transformer
+from unidec.model.encoder import (
+    Dense,
+    TextEncoder,
+    empty_transformer,
+    load_dense,
+    load_transformer,
+)
+from unidec.model.encoder_folder import resolved
 from unidec.model.encoder_inputs import InputBuilder
 from unidec.model.pairs import to_device
 from unidec.model.row_table import HERE, Placement, RowTable
@@ -168,6 +175,7 @@ class UniDEC(nn.Module):
             num_tokens: size of the tokenizer's vocabulary.
             params: all parameters, saved with the model.
         """
+        encoder_settings = resolved(encoder_settings, folder)
         transformer = load_transformer(folder)
         start_VD = transformer.get_input_embeddings().weight.detach()  # type: ignore[operator]
         start_tokens, width = start_VD.shape
@@ -177,6 +185,7 @@ class UniDEC(nn.Module):
             num_tokens=max(num_tokens, start_tokens),
             width=width,
             token_layers=add(encoder_settings, settings, num_labels).token_layers(width),
+            dense=load_dense(folder) if encoder_settings.has_transformer else (),
         )
         bag = encoder.bag
         if bag is not None:
@@ -236,6 +245,14 @@ class UniDEC(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.log_scale.device
+
+    def tokens(self, texts: Sequence[str], side: Literal["queries", "labels"]) -> Tokens:
+        """Texts as this model reads them, behind the prompt of their side; raises DataError for a
+        text that is not valid Unicode.
+        """
+        settings = self.encoder_settings
+        prompt = settings.query_prompt if side == "queries" else settings.label_prompt
+        return encode_texts(texts, self.tokenizer_folder, self.max_length, prompt)
 
     @torch.no_grad()
     def encode(
@@ -400,6 +417,12 @@ class UniDEC(nn.Module):
             "num_tokens": bag.num_tokens if bag else 0,
             "encoder_width": self.encoder.part_width,
         }
+        transformer = self.encoder.transformer
+        if transformer is not None:
+            if transformer.width != self.encoder.part_width:
+                config["transformer_width"] = transformer.width
+            if transformer.dense:
+                config["dense"] = [layer.about.model_dump() for layer in transformer.dense]
         text = json.dumps(config | (extra or {}), indent=2, sort_keys=True)
         (folder.path / CONFIG).write_text(f"{text}\n", encoding="utf-8")
 
@@ -440,6 +463,7 @@ class UniDEC(nn.Module):
                 num_tokens=config.num_tokens,
                 width=config.width,
                 token_layers=add(*sections).token_layers(config.width),
+                dense=[Dense(layer) for layer in config.dense],
             )
             if rows:
                 model = cls(*sections, encoder, add=add)

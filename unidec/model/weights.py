@@ -15,6 +15,7 @@ from unidec.config import Encoder
 from unidec.data.storage import MANIFEST, file_sha256, read_json, read_manifest
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model.arrays import KIND, VERSION, WEIGHTS, ModelConfig
+from unidec.model.encoder_folder import read_encoder_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,6 +93,8 @@ def start_differences(
         if key != "residual" and value != start_settings[key]:
             differing.append(f"encoder.{key}")
     if settings.has_transformer:
+        if read_encoder_folder(transformer).dense != start.dense:
+            differing.append("layers behind the pooling")
         own = _json(transformer / "config.json")
         others = _json(start.config_folder / "config.json")
         keys = sorted((own.keys() | others.keys()) - _NOTES)

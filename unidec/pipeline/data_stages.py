@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -17,16 +18,20 @@ from unidec.data.dataset import write_dataset
 from unidec.data.formats import find_rows, read_section
 from unidec.data.label_graph import build_label_graph, load_label_graph
 from unidec.data.propensity import build_propensity, load_propensity
-from unidec.data.storage import file_sha256, files_sha256, swap_folder
-from unidec.data.tokens import TokenCache, build_token_cache
+from unidec.data.storage import file_sha256, files_sha256, read_json, swap_folder
+from unidec.data.tokens import TokenCache, build_token_cache, encode_texts
 from unidec.errors import ConfigError, DataError
 from unidec.metric_names import GROUPS
-from unidec.model.sources import check_positions, resolve_encoder
+from unidec.model.arrays import MAX_BYTES
+from unidec.model.encoder_folder import read_encoder_folder, resolved
+from unidec.model.sources import check_positions, num_weights, resolve_encoder
 from unidec.pipeline import paths
+from unidec.pipeline.encoders import ARCHITECTURES
 from unidec.pipeline.lock import replaces_inputs
 from unidec.tracking.repository import git
 
 TEXTS_A_BATCH = 4096
+log = logging.getLogger(__name__)
 _TABLE = re.compile(r"\.(csv|tsv|parquet|jsonl)(\.gz)?$")
 
 
@@ -123,11 +128,19 @@ def tokens(params: Params) -> dict[str, int]:
         "labels": dataset.num_labels,
     }
     folder = checked_encoder(params)
+    encoder = resolved(params.encoder, folder)
+    prompts = {"queries": encoder.query_prompt, "labels": encoder.label_prompt}
     for which, num_texts in sizes.items():
         batches = dataset.text_batches(which, section.text, TEXTS_A_BATCH)
         path = paths.TOKENS / which
         build_token_cache(
-            batches, folder, section.max_length, path, num_texts, {"text": section.text}
+            batches,
+            folder,
+            section.max_length,
+            path,
+            num_texts,
+            {"text": section.text},
+            prompt=prompts[which],
         )
         summary[f"{which}_texts"] = num_texts
         summary[f"{which}_tokens"] = int(TokenCache.open(path, verify=False).offsets[-1])
@@ -135,14 +148,56 @@ def tokens(params: Params) -> dict[str, int]:
 
 
 def checked_encoder(params: Params) -> Path:
-    """The folder of section `encoder`'s encoder; raises ConfigError if its transformer has no
-    positions for texts of this length.
+    """The folder of section `encoder`'s encoder.
+
+    Raises:
+        ConfigError: its transformer has no positions for texts of this length, a prompt leaves them
+            no room, or its folder asks for something that is not supported, such as its own code.
     """
     folder = resolve_encoder(params.encoder.name)
-    if params.encoder.has_transformer:
-        length = params.tokens.max_length
-        check_positions(folder, min(length, params.encoder.transformer_tokens or length))
+    if not params.encoder.has_transformer:
+        return folder
+    length = params.tokens.max_length
+    most = min(length, params.encoder.transformer_tokens or length)
+    check_positions(folder, most)
+    config = read_json(folder / "config.json")
+    if "auto_map" in config:
+        from unidec.model.encoder import transformer_config  # imports torch
+
+        transformer_config(folder)
+    tested = [name for name, _, _ in ARCHITECTURES]
+    if config.get("model_type") not in tested:
+        log.warning("%s is not among the tested architectures (unidec encoders)", folder)
+    if 4 * num_weights(folder) > MAX_BYTES:
+        log.warning("%s is too large for an ONNX file: torch will encode queries", folder)
+    made_for = read_encoder_folder(folder).max_length
+    if 0 < made_for < most:
+        log.warning("%s was made for texts of %d tokens, not %d", folder, made_for, most)
+    settings = resolved(params.encoder, folder)
+    for key in ("query_prompt", "label_prompt"):
+        if prompt := getattr(settings, key):
+            _check_prompt(params, prompt, f"encoder.{key}", folder, most)
     return folder
+
+
+def _check_prompt(params: Params, prompt: str, key: str, folder: Path, most: int) -> None:
+    """Raise ConfigError if a prompt does not leave room for a text, or cannot be used."""
+    num_tokens = int(encode_texts([prompt], folder, len(prompt) + 64).lengths()[0])
+    if num_tokens >= most:
+        raise ConfigError(
+            "the prompt leaves no room for a text",
+            where=key,
+            got=f"{prompt[:60]!r}: {num_tokens} tokens",
+            expected=f"fewer than {most}",
+            fix="a shorter prompt, or a larger tokens.max_length or encoder.transformer_tokens",
+        )
+    if params.loss.synonyms > 0:
+        raise ConfigError(
+            "synonyms replace tokens of texts without a prompt",
+            where=key,
+            got=prompt[:60],
+            fix=f'loss.synonyms: 0, or {key}: ""',
+        )
 
 
 @replaces_inputs()

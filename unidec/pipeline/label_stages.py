@@ -16,7 +16,6 @@ from unidec.bundle.label_change import LabelChange, with_labels
 from unidec.bundle.label_file import LabelText
 from unidec.config import Params
 from unidec.data.dataset import Text, XMCDataset
-from unidec.data.tokens import encode_texts
 from unidec.pipeline import paths
 from unidec.pipeline.gating import own_texts
 from unidec.pipeline.ranking import NeighboursBy, training_neighbours
@@ -160,10 +159,9 @@ def _voters(bundle: Bundle, dataset: XMCDataset) -> Neighbours | None:
     knn = bundle.info.knn
     if bundle.neighbours is None or knn is None or not len(rows):
         return None
-    sizes = (bundle.model.tokenizer_folder, bundle.model.max_length)
-    of_queries = encode_texts(own_texts(bundle, dataset, rows), *sizes)
+    of_queries = bundle.model.tokens(own_texts(bundle, dataset, rows), "queries")
     label_texts = dataset.label_texts(text=cast(Text, bundle.info.text))
-    of_labels = encode_texts(label_texts, *sizes)
+    of_labels = bundle.model.tokens(label_texts, "labels")
     by: NeighboursBy = "model" if bundle.words is None else "words"
     return training_neighbours(
         bundle.model, dataset, "fp32", knn.vote, by, (of_queries, of_labels), knn.word_head

@@ -23,7 +23,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from unidec.config import Params, with_settings
 from unidec.data.storage import folder_bytes
-from unidec.data.tokens import TokenCache
+from unidec.data.tokens import Tokens
 from unidec.errors import ConfigError
 from unidec.machine import available_disk, available_host
 from unidec.pipeline import paths
@@ -394,13 +394,13 @@ def stored_sizes(params: Params) -> Sizes:
         num_train=len(dataset.rows("train")),
         num_labels=dataset.num_labels,
         num_pairs=int(num_pairs),
-        query_tokens=_mean_and_most(queries),
-        label_tokens=_mean_and_most(labels),
+        query_tokens=_mean_and_most(queries.for_transformer),
+        label_tokens=_mean_and_most(labels.for_transformer),
         vocab_size=queries.vocab_size,
     )
 
 
-def _mean_and_most(tokens: TokenCache) -> tuple[float, int]:
+def _mean_and_most(tokens: Tokens) -> tuple[float, int]:
     """Tokens of a text."""
     lengths = tokens.lengths()
     return float(lengths.mean()), int(lengths.max())

@@ -25,14 +25,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unidec.config import Params
 from unidec.data.tokens import GPU_CHUNK_TOKENS
-from unidec.errors import ConfigError
 from unidec.methods.assembly import additions, chosen_methods, rows_of
 from unidec.methods.inception import token_layers
 from unidec.methods.label_clusters import LABEL_CLUSTER
 from unidec.methods.simcse import texts_as_labels
 from unidec.methods.teacher import TeacherLoss
 from unidec.model.batch import TextChunks
-from unidec.model.encoder import EncoderInput, TextEncoder, TransformerEncoder, transformer_options
+from unidec.model.encoder import (
+    EncoderInput,
+    TextEncoder,
+    TransformerEncoder,
+    new_dense,
+    transformer_class,
+    transformer_config,
+    transformer_options,
+)
 from unidec.model.encoder_inputs import InputBuilder
 from unidec.model.packed import Packed, Padded, in_half, is_packable
 from unidec.model.pool import TrainingPairs
@@ -162,29 +169,19 @@ class _Builder(InputBuilder):
 
 
 def encoder_config(name: str) -> Any:
-    """The config of a transformer, whose weights are not needed.
-
-    `name` is a folder or name that `resolve_encoder` finds, or one of `KNOWN`.
-
-    Raises:
-        ArtifactError: there is no such encoder. ConfigError: its config.json is not a
-        transformer's.
+    """The config of a transformer, whose weights are not needed: of a folder or name that
+    `resolve_encoder` finds, or of one of `KNOWN`; raises its errors and those of
+    `transformer_config`.
     """
     from transformers import AutoConfig
 
-    known = None if Path(name).is_dir() else KNOWN.get(name.rpartition("/")[2])
-    if known:
+    if known := _known(name):
         return AutoConfig.for_model(known)
-    file = str(resolve_encoder(name) / "config.json")
-    try:
-        return AutoConfig.from_pretrained(file)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            "not a transformer's config.json",
-            where=file,
-            got=str(error)[:200],
-            fix="save it with AutoModel.save_pretrained",
-        ) from error
+    return transformer_config(resolve_encoder(name))
+
+
+def _known(name: str) -> str | None:
+    return None if Path(name).is_dir() else KNOWN.get(name.rpartition("/")[2])
 
 
 @dataclass(frozen=True)
@@ -237,12 +234,10 @@ def no_memory() -> FakeTensorMode:
 @functools.cache
 def _transformer(name: str, gpu: bool) -> torch.nn.Module:
     """A transformer without values."""
-    from transformers import AutoModel
-
     config = encoder_config(name)
     options = transformer_options(config, gpu)
     with no_memory():
-        return AutoModel.from_config(config, dtype=torch.float32, **options)
+        return transformer_class(config).from_config(config, dtype=torch.float32, **options)
 
 
 def num_rows(params: Params, sizes: Sizes) -> int:
@@ -362,7 +357,9 @@ class _Probe:
         transformer = _transformer(settings.name, self.gpu) if settings.has_transformer else None
         width = config.hidden_size
         layers = token_layers(settings, width)
-        encoder = TextEncoder(settings, transformer, num_tokens, width, layers)
+        has_folder = settings.has_transformer and not _known(settings.name)
+        dense = new_dense(resolve_encoder(settings.name)) if has_folder else []
+        encoder = TextEncoder(settings, transformer, num_tokens, width, layers, dense=dense)
         encoder.transformer_vectors = self._outputs  # type: ignore[method-assign]
         if encoder.bag is not None:  # the host reads them
             encoder.bag._host_continues = np.arange(num_tokens) % 2 == 1
@@ -374,7 +371,8 @@ class _Probe:
         """What the transformer returns, without its work."""
         encoder = self.model.encoder
         is_trained = not encoder.takes_vectors
-        return torch.zeros(batch.num_texts, encoder.part_width, requires_grad=is_trained)
+        assert encoder.transformer is not None
+        return torch.zeros(batch.num_texts, encoder.transformer.width, requires_grad=is_trained)
 
     def state(self) -> dict[str, int]:
         """Weights, tables and their optimisers' state."""

@@ -184,6 +184,7 @@ def _from_champion(params: Params, auto: bool) -> tuple[WarmStart | None, str]:
     """A warm start from the champion, or None, and the reason. `auto`: none if the parameters
     differ, or if a cold start is due by `retrain.cold_every`.
     """
+    from unidec.model.encoder_folder import resolved
     from unidec.model.sources import resolve_encoder
     from unidec.model.weights import start_differences  # imports torch
 
@@ -197,7 +198,8 @@ def _from_champion(params: Params, auto: bool) -> tuple[WarmStart | None, str]:
     bundle = fetch_bundle(f"models:/{name}/{champion.version}", paths.BUNDLES)
     config = read_json(bundle / "model" / "config.json")
     encoder = resolve_encoder(params.encoder.name)
-    unfit = start_differences(params.encoder, encoder, encoder, bundle / "model")
+    own = resolved(params.encoder, encoder)
+    unfit = start_differences(own, encoder, encoder, bundle / "model")
     if unfit := unfit + ["model.dim"] * (config["model"]["dim"] != params.model.dim):
         return None, f"the champion, {version}, has another {_listed(unfit)}"
     generation = int(config.get("start", {}).get("generation", 0))

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from scipy.sparse import csr_matrix
 
 from unidec.cores import num_threads
-from unidec.data.tokens import TextTokenizer, Tokens, encode_texts, length_chunks, load_tokenizer
+from unidec.data.tokens import TextTokenizer, Tokens, behind, length_chunks, load_tokenizer
 from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.model.arrays import GRAPH, INT8_GRAPH, ModelConfig, misfit, read_arrays
 from unidec.model.words import WordSpace, with_words
@@ -83,7 +83,7 @@ class ModelEncoder:
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Encode texts; raises DataError for a text that is not valid Unicode."""
-        tokens = encode_texts(texts, self._model.tokenizer_folder, self._model.max_length)
+        tokens = self._model.tokens(texts, "queries")
         de_BD, clf_BD = self._model.encode_queries(
             tokens, np.arange(len(texts)), batch_size=max(1, len(texts))
         )
@@ -111,12 +111,13 @@ class FastEncoder:
         # loaded once: the bundle's folder may be replaced while this encoder is in use
         self._tokenizer = load_tokenizer(about.tokenizer_folder, about.max_length)
         self._words = words
+        self._prompt = about.encoder.query_prompt
         self._parts: list[Part] = []
         self.name = "bag"
         if about.encoder.has_transformer:
             self.name = "onnx-int8" if int8 else "onnx"
             graph = about.folder / (INT8_GRAPH if int8 else GRAPH)
-            self._parts.append(_transformer_part(graph, about.width, threads))
+            self._parts.append(_transformer_part(graph, about.transformer_width, threads))
         try:
             arrays = read_arrays(about.folder)
             if about.encoder.kind != "transformer":
@@ -143,6 +144,8 @@ class FastEncoder:
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Encode texts; raises DataError for a text that is not valid Unicode."""
         tokens = self._tokens(*self._tokenizer.encode(texts))
+        if self._prompt:
+            tokens.prompted = self._tokens(*self._tokenizer.encode(behind(self._prompt, texts)))
         outputs = self._head_outputs(tokens)
         de_BD = outputs.get("de")
         clf_BD = outputs.get("clf")
@@ -263,7 +266,8 @@ def _transformer_part(graph: Path, width: int, threads: int) -> Part:
         disabled_optimizers=["SkipLayerNormFusion"],  # the fused operator takes three times as long
     )
 
-    def encode(tokens: Tokens) -> Floats:
+    def encode(texts: Tokens) -> Floats:
+        tokens = texts.for_transformer
         out_BD = np.empty((len(tokens), width), dtype=np.float32)
         for rows in length_chunks(tokens.lengths(), CHUNK_TEXTS):
             ids_BT, mask_BT = tokens.batch(rows)

@@ -21,7 +21,7 @@ from unidec.config import TrainingSettings
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import read_json_lines, write_bytes_atomic
 from unidec.data.tokens import TokenCache
-from unidec.errors import ArtifactError
+from unidec.errors import ArtifactError, ConfigError
 from unidec.methods.assembly import additions, changed_pairs, chosen_methods, rows_of
 from unidec.methods.teacher import TeacherVectors
 from unidec.model.additions import Rows
@@ -189,6 +189,19 @@ def _new_model(settings: TrainingSettings, data: TrainingData, place: Place) -> 
         ),
         add=additions,
     ).to(device)
+    encoder = model.encoder_settings
+    for tokens, prompt in (
+        (data.query_tokens, encoder.query_prompt),
+        (data.label_tokens, encoder.label_prompt),
+    ):
+        if prompt != (made := tokens.meta.get("prompt", "")):
+            raise ConfigError(
+                "the texts were tokenised behind another prompt",
+                where=tokens.path,
+                got=made,
+                expected=prompt,
+                fix="unidec data tokens",
+            )
     model.encoder.recompute = settings.run.recompute
     return model
 

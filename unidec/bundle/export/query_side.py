@@ -34,8 +34,10 @@ from unidec.bundle.export.vectors import (
 from unidec.data.storage import read_json, write_folder, write_json
 from unidec.data.tokens import load_tokenizer
 from unidec.errors import ConfigError
+from unidec.model.arrays import MAX_BYTES
 from unidec.model.encoder import BagEncoder
-from unidec.model.onnx_export import MAX_BYTES, OPSET, TransformerGraph, export_graph
+from unidec.model.encoder_folder import FROM_HERE
+from unidec.model.onnx_export import OPSET, TransformerGraph, export_graph
 from unidec.model.unidec import UniDEC
 from unidec.model.words import MIX, ODD, PLACES
 
@@ -74,6 +76,14 @@ def export_onnx(
         )
     score = scored_by(bundle.info, head)
     model = bundle.model
+    prompt = model.encoder_settings.query_prompt
+    if prompt and model.encoder.bag is not None:
+        raise ConfigError(
+            "one graph has one text: the transformer reads a prompt, the bag of tokens does not",
+            where=bundle.path,
+            got=prompt[:60],
+            fix="serve the bundle with unidec, or train without a prompt or without a bag",
+        )
     check_replaceable(Path(folder))
     size = 4 * sum(parameter.numel() for parameter in model.encoder.parameters())
     if size > MAX_BYTES:
@@ -92,7 +102,7 @@ def export_onnx(
         # includes truncation and padding, so that `encode_batch` returns valid inputs of the model
         source = load_tokenizer(model.tokenizer_folder, model.max_length)
         tokenizer = Tokenizer.from_file(str(source.file))
-        tokenizer.enable_truncation(model.max_length)
+        tokenizer.enable_truncation(model.max_length, direction=source.truncation_side)
         pad_token = tokenizer.id_to_token(source.pad_id)
         tokenizer.enable_padding(pad_id=source.pad_id, pad_token=pad_token)
         tokenizer.save(str(out.path / "tokenizer.json"))
@@ -282,10 +292,18 @@ def export_sentence_transformers(
         fix = "pip install 'unidec-xmc[bench]'"
         raise ConfigError(what, fix=fix) from error
 
+    settings = model.encoder_settings
     modules = _modules(model, score)
     meta = {"bundle_sha256": bundle.sha256, **facts(score)}
     with write_folder(folder, SENTENCE_TRANSFORMERS, VERSION, meta) as out:
-        pipeline = SentenceTransformer(modules=modules, device="cpu", similarity_fn_name="dot")
+        prompts = {"query": settings.query_prompt, "document": settings.label_prompt}
+        pipeline = SentenceTransformer(
+            modules=modules,
+            device="cpu",
+            similarity_fn_name="dot",
+            prompts=prompts,
+            default_prompt_name="query" if settings.query_prompt else None,
+        )
         pipeline.save(str(out.path), create_model_card=False)
         _keep_load_options(out.path, _load_options(encoder.transformer))
         write_readme(out.path, bundle, score)
@@ -305,10 +323,13 @@ def _modules(model: UniDEC, score: BundleInfo) -> list[nn.Module]:
     encoder = model.encoder
     normalize = Normalize()
     assert encoder.transformer is not None
+    transformer = encoder.transformer.transformer
     modules = [
-        _transformer(model, encoder.transformer.transformer),
-        Pooling(encoder.transformer.width, encoder.settings.pooling),
+        _transformer(model, transformer),
+        Pooling(transformer.config.hidden_size, FROM_HERE[encoder.settings.pooling]),
     ]
+    for linear, activation in encoder.transformer.dense:
+        modules.append(_dense(linear.weight.detach(), linear.bias, activation))
     if encoder.unit_vectors:
         modules.append(normalize)
     projects = model.settings.projection
@@ -334,12 +355,13 @@ def _weights(layer: nn.Module) -> tuple[Tensor, Tensor]:
     return layer.get_parameter("weight").detach(), layer.get_parameter("bias").detach()
 
 
-def _dense(weight: Tensor, bias: Tensor, activation: nn.Module) -> nn.Module:
+def _dense(weight: Tensor, bias: Tensor | None, activation: nn.Module) -> nn.Module:
     from sentence_transformers.base.modules import Dense
 
     width_out, width_in = weight.shape
-    layer = Dense(width_in, width_out, activation_function=activation)
-    layer.linear.load_state_dict({"weight": weight, "bias": bias})
+    has_bias = bias is not None
+    layer = Dense(width_in, width_out, bias=has_bias, activation_function=activation)
+    layer.linear.load_state_dict({"weight": weight} | ({"bias": bias} if has_bias else {}))
     return layer
 
 
@@ -364,7 +386,7 @@ def _transformer(model: UniDEC, transformer: Any) -> nn.Module:
         tokenizer_file=str(source.file),
         model_max_length=model.max_length,
         padding_side="right",
-        truncation_side="right",
+        truncation_side=source.truncation_side,
         model_input_names=["input_ids", "attention_mask"],
         **tokens,
     )

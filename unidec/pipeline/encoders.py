@@ -1,0 +1,171 @@
+"""`unidec encoders`: what is known of encoders, and what one would cost on this machine."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unidec.config import Encoder, Params
+from unidec.data.storage import read_json
+from unidec.errors import UnidecError
+from unidec.model.encoder_folder import (
+    CONFIG,
+    FROM_HERE,
+    LENGTHS,
+    MODULES,
+    PROMPTS,
+    EncoderFolder,
+    read_encoder_folder,
+)
+from unidec.model.sources import PACKAGED, resolve_encoder
+from unidec.pipeline import paths
+
+NUM_TEXTS = 64
+SAMPLE = ("a red bicycle with two wheels", "how to install a printer", "history of the river")
+# each is compared with sentence-transformers by tests/model/test_architectures.py: its name in
+# config.json, encoders of it, and what a token sees
+ARCHITECTURES = (
+    ("bert", "all-MiniLM, BGE, E5, GTE", "all tokens"),
+    ("roberta", "all-roberta-large", "all tokens"),
+    ("xlm-roberta", "multilingual E5, BGE-M3 (dense)", "all tokens"),
+    ("mpnet", "all-mpnet-base-v2", "all tokens"),
+    ("distilbert", "msmarco-distilbert", "all tokens"),
+    ("deberta-v2", "mDeBERTa", "all tokens"),
+    ("modernbert", "GTE ModernBERT, Nomic ModernBERT", "all tokens; a window in most layers"),
+    ("nomic_bert", "nomic-embed-text", "all tokens"),
+    ("qwen3", "Qwen3-Embedding", "the tokens before"),
+    ("gemma3_text", "EmbeddingGemma", "all tokens, or the tokens before, as its config.json says"),
+    ("t5", "sentence-t5, GTR", "all tokens, by the encoder alone"),
+)
+# of encoders whose folders do not have their prompts: queries, labels
+KNOWN_PROMPTS = {
+    "intfloat/e5-*, intfloat/multilingual-e5-*": ("query: ", "passage: "),
+    "BAAI/bge-*-en-v1.5": ("Represent this sentence for searching relevant passages: ", ""),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AboutEncoder:
+    """What was read of an encoder, and measured.
+
+    Attributes:
+        missing: files that would say how it is used; without them: mean pooling, no prompts.
+        memory_bytes: its weights in float32; training_bytes: if all of it trains, with gradients
+            and the optimiser's state, without activations.
+        texts_a_second: of 64 texts of the data, or of a sample, on `device`.
+    """
+
+    name: str
+    folder: str
+    architecture: str
+    layers: int
+    width: int
+    pooling: str
+    dense: list[dict[str, Any]]
+    normalizes: bool
+    query_prompt: str
+    label_prompt: str
+    max_length: int
+    missing: list[str]
+    parameters: int
+    memory_bytes: int
+    training_bytes: int
+    texts_a_second: float
+    tokens_a_text: float
+    device: str
+
+
+def known_encoders() -> dict[str, Any]:
+    """Architectures, poolings, prompts and packaged weights that are known."""
+    return {
+        "architectures": [
+            {"config.json": name, "such as": such, "a token sees": sees}
+            for name, such, sees in ARCHITECTURES
+        ],
+        "poolings": list(FROM_HERE),
+        "prompts": {
+            names: {"query_prompt": query, "label_prompt": label}
+            for names, (query, label) in KNOWN_PROMPTS.items()
+        },
+        "packaged": list(PACKAGED),
+    }
+
+
+def what_folder_says(params: Params) -> str:
+    """One line of what an encoder's folder says about its use; "" if its files are not here."""
+    name = params.encoder.name
+    is_packaged = name.removeprefix("sentence-transformers/") in PACKAGED
+    if not params.encoder.has_transformer or not (is_packaged or Path(name).is_dir()):
+        return ""
+    try:
+        found = read_encoder_folder(resolve_encoder(name))
+    except UnidecError as error:
+        return str(error).replace("\n", ";")
+    return ", ".join(f"{key} {value!r}" for key, value in _facts(found).items() if value)
+
+
+def about_encoder(params: Params, name: str) -> AboutEncoder:
+    """Read an encoder's folder, and measure it on this machine as section `encoder` uses it.
+
+    Raises:
+        ArtifactError: there is no such encoder, or files of it are missing.
+        ConfigError: it asks for something that is not supported.
+    """
+    import torch
+
+    from unidec.data.tokens import encode_texts
+    from unidec.model.encoder import TextEncoder, load_dense, load_transformer
+    from unidec.model.encoder_folder import resolved
+    from unidec.model.encoder_inputs import InputBuilder
+    from unidec.training.precision import choose_device
+
+    folder = resolve_encoder(name)
+    found = read_encoder_folder(folder)
+    device = choose_device(params.device)
+    transformer = load_transformer(folder)
+    config: Any = transformer.config
+    settings = resolved(Encoder(name=name, kind="transformer"), folder)
+    encoder = TextEncoder(settings, transformer, 0, 0, dense=load_dense(folder)).to(device).eval()
+    sizes = (folder, params.tokens.max_length, settings.query_prompt)
+    tokens = encode_texts(_texts(params), *sizes)
+    parts = [("queries", tokens, np.arange(len(tokens)))]
+    seconds = []
+    with torch.no_grad():
+        for _ in range(3):  # the first one warms up
+            begin = time.perf_counter()
+            encoder.transformer_vectors(InputBuilder(encoder, device)(parts)).cpu()
+            seconds.append(time.perf_counter() - begin)
+    parameters = sum(weight.numel() for weight in encoder.parameters())
+    files = (MODULES, "1_Pooling/" + CONFIG, PROMPTS, LENGTHS)
+    return AboutEncoder(
+        name=name,
+        folder=str(folder),
+        architecture=str(read_json(folder / CONFIG).get("model_type")),
+        layers=config.num_hidden_layers,
+        width=encoder.width,
+        missing=[file for file in files if not (folder / file).is_file()],
+        parameters=parameters,
+        memory_bytes=4 * parameters,
+        training_bytes=16 * parameters,  # weight, gradient, and AdamW's two means
+        texts_a_second=len(tokens) / min(seconds[1:]),
+        tokens_a_text=float(tokens.for_transformer.lengths().mean()),
+        device=str(device),
+        **_facts(found),
+    )
+
+
+def _facts(found: EncoderFolder) -> dict[str, Any]:
+    return asdict(found) | {"dense": [layer.model_dump() for layer in found.dense]}
+
+
+def _texts(params: Params) -> list[str]:
+    """The first texts of the data's queries, or of a sample."""
+    if paths.DATASET.is_dir():
+        dataset = paths.open_dataset()
+        rows = np.arange(min(NUM_TEXTS, dataset.num_queries))
+        return dataset.query_texts(rows, params.tokens.text)
+    return list(SAMPLE * NUM_TEXTS)[:NUM_TEXTS]
