@@ -118,24 +118,6 @@ def test_another_search_is_refused(factory, search):
         load_params(None, {"index.factory": factory, "index.search": search})
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "instead"),
-    [
-        ("kind", "sq8", r"PQx4 \(.*sq8"),
-        ("kind", "hnsw-sq8", r"PQx4 \(.*hnsw-sq8"),
-        ("kind", "ivf-sq8", r'"IVF,PQx4" \(.*ivf-sq8'),
-        ("hnsw_links", 16, "index.factory: HNSW16"),
-        ("ivf_probes", 32, "index.search: nprobe=32"),
-        ("ivf_lists", 0, "remove the key"),
-        ("pq_dims", 2, 'index.factory: "PQx4,dsub=2" or "IVF,PQx4,dsub=2"'),
-        ("rescore", None, "remove the key"),
-    ],
-)
-def test_a_key_of_before_is_refused_with_its_place_and_value(key, value, instead):
-    with pytest.raises(ConfigError, match=f"index.{key}(.|\n)*fix: .*{instead}"):
-        load_params(None, {f"index.{key}": value})
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_are_exact_and_most_is_found(rng, kind):
     vectors = _clusters(rng, LABELS)

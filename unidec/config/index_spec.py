@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -86,7 +86,7 @@ class IndexSpec(IndexOptions):
         for kind, form in _FORMS.items():
             if match := re.fullmatch(form, text):
                 given = match.groupdict()
-                numbers = {field: int(number) for field, number in given.items() if number}
+                numbers: Any = {field: int(number) for field, number in given.items() if number}
                 return cls(kind=kind, **numbers)
         raise ConfigError(
             "no factory of a label index, or a search setting that it does not have",

@@ -102,9 +102,7 @@ class WindowDrift(DataDrift):
 
 
 def read_profile(bundle: Path) -> Side | None:
-    """The training profile in a bundle; None if an older release wrote the bundle without one, or
-    if the profile has another format version.
-    """
+    """The training profile in a bundle; None if it has none, or one of another version."""
     profile = read_info(bundle).card.get(PROFILE_KEY)
     return profile if isinstance(profile, dict) and profile.get("version") == VERSION else None
 
@@ -210,7 +208,7 @@ def _beside_champion(params: Params, dataset: XMCDataset) -> _Beside:
     if profile is None:
         return _Beside(
             accepted=accepted,
-            reason=f"version {version} of {model} has no profile that this code can read",
+            reason=f"version {version} of {model} has no profile of this version",
         )
     if profile["sha256"] == dataset.sha256:
         return same

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -410,10 +410,8 @@ def _sha256_of(engine: Engine | None) -> str | None:
 
 
 def _identity(noted: dict[str, Any]) -> Identity:
-    """The version of a note, whichever release wrote it."""
-    known = [one.name for one in fields(Identity)]
-    values: dict[str, Any] = {name: noted.get(name) for name in known}
-    return Identity(**values)
+    """The version of a note, which also has its time."""
+    return Identity(**{name: value for name, value in noted.items() if name != "at"})
 
 
 def _num_bytes(folder: Path) -> int:
