@@ -376,3 +376,14 @@ def test_rounding_is_the_same_on_a_gpu(rng):
 def test_a_large_table_is_made_on_the_device():
     table = RowTable(ROWS, WIDTH, placement=Placement(device="cuda"))
     assert table.weight.is_cuda and table.device.type == "cuda"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_fill_an_array_some_at_a_time(dtype, monkeypatch):
+    monkeypatch.setattr(row_table, "_ROWS_AT_ONCE", 3)
+    table = RowTable(10, 4, dtype)
+    table.weight.data = torch.randn(10, 4).to(dtype)
+    into = np.empty((10, 4), np.float32)
+    assert np.array_equal(table.numpy(into), table.numpy())
+    # rows that need no copy are not copied
+    assert np.array_equal(into, table.numpy()) == (dtype == torch.bfloat16)

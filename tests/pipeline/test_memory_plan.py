@@ -451,6 +451,18 @@ def test_an_approximate_search_of_hard_negatives_has_an_index(data, tiny_params)
     assert not indexed(100_001, **{"pool.eta": 0})
 
 
+def test_large_vectors_of_a_refresh_are_in_files_on_a_cpu(data, tiny_params, monkeypatch):
+    """Here those of the labels; the index of mining then stores two bytes a dimension."""
+    dim = tiny_params().model.dim
+    labels = 100_001
+    monkeypatch.setattr("unidec.training.encoding.MOST_IN_MEMORY", 4 * dim * 100_000)
+    amounts = plan_memory(tiny_params(), Sizes.given(labels, 1080, 8)).amounts
+    vectors = {one.place: one.num_bytes for one in amounts if one.name == "query and label vectors"}
+    assert vectors["disk"] == 2 * dim * labels
+    assert vectors["host"] < 4 * dim * labels + 4 * 2 * 65_536 * 512
+    assert by_name(amounts)["faiss index of mining"] == labels * (2 * dim + dim // 2 + 8)
+
+
 def test_degenerate_sizes(tiny_params):
     params = tiny_params(**{"pool.batch_size": 512})
     for labels, queries, tokens in (

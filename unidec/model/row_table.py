@@ -55,6 +55,7 @@ class Placement:
 
 
 HERE = Placement()
+_ROWS_AT_ONCE = 1 << 16  # copied at a time
 
 
 class RowTable(nn.Module):
@@ -271,10 +272,21 @@ class RowTable(nn.Module):
         """Drop the rows that the step gathered."""
         self.used = self._fetched = None
 
-    def numpy(self) -> np.ndarray:
-        """The rows held here, float32 [n, D]; a view if they are float32 and not on a GPU."""
+    def numpy(self, into: np.ndarray | None = None) -> np.ndarray:
+        """The rows held here, float32 [n, D]; a view if they are float32 and not on a GPU.
+
+        Args:
+            into: an array that is filled, some rows at a time, and returned instead of a copy.
+        """
         self.flush()
-        return self.weight.detach().float().cpu().numpy()
+        weight = self.weight.detach()
+        is_view = weight.dtype == torch.float32 and not weight.is_cuda
+        if into is None or is_view:
+            return weight.float().cpu().numpy()
+        for begin in range(0, len(weight), _ROWS_AT_ONCE):
+            some = slice(begin, begin + _ROWS_AT_ONCE)
+            into[some] = weight[some].float().cpu().numpy()
+        return into
 
 
 def _at_least_float(rows: Tensor) -> Tensor:

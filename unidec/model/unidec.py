@@ -360,14 +360,24 @@ class UniDEC(nn.Module):
         return self.vectors("queries", tokens, rows, build, batch_size)
 
     def encode_labels(
-        self, tokens: Tokens, build: InputBuilder | None = None, batch_size: int = 1024
+        self,
+        tokens: Tokens,
+        build: InputBuilder | None = None,
+        batch_size: int = 1024,
+        into: np.ndarray | None = None,
     ) -> np.ndarray | None:
-        """Phi_D of label texts, float32 [L, D]; None without a dual-encoder head."""
-        return self.vectors("labels", tokens, None, build, batch_size, only="de")[0]
+        """Phi_D of label texts, float32 [L, D], which fill `into` if it is given; None without a
+        dual-encoder head.
+        """
+        return self.vectors("labels", tokens, None, build, batch_size, only="de", into=into)[0]
 
-    def classifier_table(self) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """(Psi float32 [L, D], bias float32 [L]) of the rows held here; None: it has none."""
-        weight_LD = None if self.table is None else self.table.numpy()
+    def classifier_table(
+        self, into: np.ndarray | None = None
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """(Psi float32 [L, D], bias float32 [L]) of the rows held here; None: it has none. Psi
+        fills `into` if it is given.
+        """
+        weight_LD = None if self.table is None else self.table.numpy(into)
         bias_L = None if self.bias is None else self.bias.numpy().squeeze(1)
         return weight_LD, bias_L
 

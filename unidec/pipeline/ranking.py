@@ -85,6 +85,7 @@ class Ranking:
     ) -> Ranking:
         """Encode queries of a split or of rows, and the labels unless their `vectors` are given."""
         from unidec.model.frozen import autocast, cached_inputs
+        from unidec.training.encoding import label_file
 
         tokens = {which: paths.open_tokens(which) for which in ("queries", "labels")}
         amp = autocast_type(precision, model.device)
@@ -95,8 +96,9 @@ class Ranking:
             if vectors is None:
                 label_de = None
                 if model.heads != "clf":
-                    label_de = model.encode_labels(tokens["labels"], build)
-                clf, bias = model.classifier_table()
+                    file_LD = label_file(model, paths.RUNS)
+                    label_de = model.encode_labels(tokens["labels"], build, into=file_LD)
+                clf, bias = model.classifier_table(into=label_file(model, paths.RUNS))
                 arrays = {"de": label_de, "clf": clf, "bias": bias}
                 vectors = {name: array for name, array in arrays.items() if array is not None}
         return cls(dataset, rows, encoded, vectors, model.device)

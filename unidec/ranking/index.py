@@ -398,7 +398,7 @@ def _encoded(
         if parts is None:
             return index.sa_encode(vectors_PD)
         name = trained.copy()
-        name.update(vectors_PD)
+        name.update(vectors_PD.data)
         path = parts / f"{name.hexdigest()}.npy"
         if not path.is_file():
             codes = index.sa_encode(vectors_PD)

@@ -93,6 +93,14 @@ class Encoding:
         return out_ND
 
 
+def label_file(model: UniDEC, folder: Path) -> np.ndarray | None:
+    """A file for float32 vectors of all labels in place of memory, if they are large (`on_disk`):
+    without a name, it is gone when the array or the process is.
+    """
+    shape = (model.num_labels, model.settings.dim)
+    return zeros_on_disk(folder, shape, torch.float32).numpy() if on_disk(*shape) else None
+
+
 def on_disk(num_texts: int, dim: int) -> bool:
     """Whether vectors are in a file during a refresh on a CPU: 2 bytes a dimension, mapped, instead
     of 4 in memory. Their rounding, and the clustering in parts, change the batches a little.

@@ -29,6 +29,7 @@ from unidec.model.unidec import UniDEC
 from unidec.progress import progress
 from unidec.training.checkpoint import Checkpoint, CheckpointWriter, RowPart
 from unidec.training.distributed import ALONE, Ranks
+from unidec.training.encoding import label_file
 from unidec.training.finite import FiniteChecks, UncheckedStep
 from unidec.training.fit import Figures, RoundReport
 from unidec.training.gradient_cache import encode_texts
@@ -196,7 +197,10 @@ class Trainer:
         """
         encoding = self.encoding
         with encoding.autocast():
-            label_de = self.model.encode_labels(encoding.tokens["labels"], encoding.build)
+            file_LD = label_file(self.model, self.run_dir)
+            label_de = self.model.encode_labels(
+                encoding.tokens["labels"], encoding.build, into=file_LD
+            )
             rows_LD, bias_L = self.classifier()
         vectors = {"de": label_de, "clf": rows_LD, "bias": bias_L}
         return {name: array for name, array in vectors.items() if array is not None}
