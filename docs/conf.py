@@ -31,6 +31,7 @@ CONTENTS = {
         "docs/tutorial",
         "docs/data",
         "docs/training",
+        "docs/encoders",
         "docs/new-loss",
         "docs/bundles",
         "docs/serving",

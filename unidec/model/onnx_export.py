@@ -128,6 +128,10 @@ def write_graphs(model: UniDEC, folder: Path, texts: Sequence[str]) -> list[str]
         export_graph(module, graph, ["vectors"])
         _check(graph, untraced, expected)
         _quantise(graph, int8_graph, inputs)
+        if not _opens(int8_graph):
+            int8_graph.unlink()
+            log.warning("onnxruntime cannot open the 8-bit graph: torch or onnx encodes queries")
+            return [GRAPH]
     except _FAILURES as error:
         graph.unlink(missing_ok=True)
         int8_graph.unlink(missing_ok=True)
@@ -164,6 +168,20 @@ def _check(path: Path, inputs: Inputs, expected: npt.NDArray[np.float32]) -> Non
     if not np.allclose(got, expected, rtol=TOLERANCE, atol=TOLERANCE):
         most = np.abs(got - expected).max()
         raise ValueError(f"the exported graph differs from the model by {most:.2g}")
+
+
+def _opens(path: Path) -> bool:
+    """Whether onnxruntime opens a graph as a server does; it cannot rewrite that of DeBERTa."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.add_session_config_entry("session.x64quantprecision", "1")
+    try:
+        onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception:  # onnxruntime's errors have no common base class
+        return False
+    return True
 
 
 class _SmoothLinear(nn.Module):
