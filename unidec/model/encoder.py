@@ -36,6 +36,8 @@ from unidec.model.packed import (
 )
 from unidec.model.pairs import rows_at
 from unidec.model.row_table import RowTable
+from unidec.model.sources import is_static
+from unidec.model.static import empty_static, load_static
 from unidec.model.words import with_words
 
 
@@ -80,7 +82,11 @@ def _layers(transformer: Any) -> list[nn.Module]:
 
 
 class TransformerEncoder(nn.Module):
-    """A transformer and its pooling; its top `trainable_layers` layers train (-1: everything)."""
+    """A transformer and its pooling; its top `trainable_layers` layers train (-1: everything).
+
+    Attributes:
+        trained: the parts of the transformer that train.
+    """
 
     def __init__(self, transformer: nn.Module, pooling: str, trainable_layers: int):
         super().__init__()
@@ -89,7 +95,7 @@ class TransformerEncoder(nn.Module):
         self.pooling = pooling
         self.width = int(config.hidden_size)
         self.num_frozen_layers = 0
-        self._trained = [transformer] if trainable_layers == -1 else []
+        self.trained = [transformer] if trainable_layers == -1 else []
         if trainable_layers >= 0:
             if trainable_layers > config.num_hidden_layers:
                 raise ConfigError(
@@ -100,15 +106,15 @@ class TransformerEncoder(nn.Module):
                 )
             self.num_frozen_layers = config.num_hidden_layers - trainable_layers
         if trainable_layers > 0:
-            self._trained = _layers(transformer)[self.num_frozen_layers :]
+            self.trained = _layers(transformer)[self.num_frozen_layers :]
         self.requires_grad_(False)
-        for layer in self._trained:
+        for layer in self.trained:
             layer.requires_grad_(True)
 
     def train(self, mode: bool = True) -> TransformerEncoder:
         super().train(False)
         self.training = mode
-        for layer in self._trained:  # frozen layers have no dropout
+        for layer in self.trained:  # frozen layers have no dropout
             layer.train(mode)
         return self
 
@@ -380,10 +386,14 @@ class TextEncoder(nn.Module):
 
 
 def load_transformer(folder: Path) -> nn.Module:
-    """The transformer of a folder from `resolve_encoder`, without the unused pooling head."""
+    """The transformer of a folder from `resolve_encoder`, without the unused pooling head; or its
+    static vectors.
+    """
     from transformers import AutoConfig, AutoModel
     from transformers.utils import logging
 
+    if is_static(folder):
+        return load_static(folder)
     logging.set_verbosity_error()  # transformers would report the pooling head's unused weights
     logging.disable_progress_bar()
     options = transformer_options(AutoConfig.from_pretrained(folder))
@@ -395,6 +405,8 @@ def empty_transformer(config_folder: Path) -> nn.Module:
     """A transformer as in config.json, with random weights; the caller loads the weights."""
     from transformers import AutoConfig, AutoModel
 
+    if is_static(config_folder):
+        return empty_static(config_folder)
     config = AutoConfig.from_pretrained(config_folder)
     return AutoModel.from_config(config, **transformer_options(config)).float()
 

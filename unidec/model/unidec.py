@@ -42,6 +42,7 @@ from unidec.model.arrays import (
 )
 from unidec.model.encoder import TextEncoder, empty_transformer, load_transformer
 from unidec.model.encoder_inputs import InputBuilder
+from unidec.model.lora import BASE, base_sha256, merged, untrained_state
 from unidec.model.pairs import to_device
 from unidec.model.row_table import HERE, Placement, RowTable
 from unidec.model.weights import copy_into, take_start
@@ -353,16 +354,26 @@ class UniDEC(nn.Module):
         return weight_LD, bias_L
 
     def dense_state(self) -> dict[str, Tensor]:
-        """The state dict without the tables' weights."""
+        """The state dict without the tables' weights; with adapters also without the transformer's
+        own weights, which do not change.
+        """
         state = self.state_dict()
         for name in self.tables():
             del state[f"{name}.weight"]
+        if untrained := untrained_state(self):
+            state = {name: state[name] for name in state if name not in untrained}
+            state[BASE] = base_sha256(self)
         return state
 
     def load_dense_state(self, tensors: dict[str, Tensor]) -> None:
-        """Copy a `dense_state` into this model. Raises RuntimeError: names or shapes differ."""
+        """Copy a `dense_state` into this model. Raises RuntimeError: names or shapes differ, or
+        adapters belong to other weights.
+        """
+        untrained = untrained_state(self)
+        if untrained and not torch.equal(tensors.pop(BASE), base_sha256(self)):
+            raise RuntimeError("encoder.lora: the adapters belong to another encoder.name")
         tables = {f"{name}.weight": table.weight for name, table in self.tables().items()}
-        self.load_state_dict(tensors | tables)
+        self.load_state_dict(untrained | tensors | tables)
 
     def save_into(
         self, folder: Folder, extra: dict[str, Any] | None = None, exported: Exported = AS_TRAINED
@@ -375,7 +386,7 @@ class UniDEC(nn.Module):
             exported: how methods export the model.
         """
         assert self.config_folder is not None
-        state = self.state_dict()
+        state = merged(self, self.state_dict())
         rows_LD, bias_L = exported.classifier
         if rows_LD is not None:
             state[CLASSIFIER[0]] = torch.from_numpy(rows_LD).to(DTYPES[self.settings.clf_dtype])

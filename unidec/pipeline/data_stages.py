@@ -21,7 +21,7 @@ from unidec.data.storage import file_sha256, files_sha256, swap_folder
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.errors import ConfigError, DataError
 from unidec.metric_names import GROUPS
-from unidec.model.sources import check_positions, resolve_encoder
+from unidec.model.sources import check_positions, check_static, resolve_encoder
 from unidec.pipeline import paths
 from unidec.pipeline.lock import replaces_inputs
 from unidec.tracking.repository import git
@@ -139,6 +139,7 @@ def checked_encoder(params: Params) -> Path:
     positions for texts of this length.
     """
     folder = resolve_encoder(params.encoder.name)
+    check_static(folder, params.encoder)
     if params.encoder.has_transformer:
         length = params.tokens.max_length
         check_positions(folder, min(length, params.encoder.transformer_tokens or length))
