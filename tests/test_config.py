@@ -222,6 +222,7 @@ CONFLICTING = [
     ),
     ("loss.margin", {"loss.de": "hinge", "loss.margin": 0.0}),
     ("encoder.frozen", {"encoder.frozen": True, "encoder.trainable_layers": 1}),
+    ("encoder.lora", {"encoder.lora": {"rank": 8}, "encoder.trainable_layers": 0}),
     ("model.clf_residual", {"model.clf_residual": True, "model.clf_init": "normal"}),
     ("model.clf_residual", {"model.clf_residual": True, "pool.clf_labels": "all"}),
     ("model.clf_residual", {"model.clf_residual": True, "run.devices": 2}),

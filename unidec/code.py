@@ -20,7 +20,7 @@ DECIDED_BY: dict[str, tuple[str, ...]] = {
     "tokens": ("data/tokens.py",),
     "propensity": ("data/propensity.py",),
     "label_graph": ("data/label_graph.py",),
-    "training": ("model", "methods", "training", "pipeline/seen.py"),
+    "training": ("model", "methods", "training", "data/chunks.py", "pipeline/seen.py"),
     "index": (
         "config/index_spec.py",
         "ranking",

@@ -162,6 +162,7 @@ def in_one_message(error: Exception, how: str) -> tuple[str, int] | None:
 
 _EXTRAS = {
     "cpu": "faiss",
+    "lora": "peft",
     "pipeline": "dvc great_expectations matplotlib prefect sklearn sqlalchemy",
     "registry": "mlflow",
     "serve": "cachetools fastapi httptools orjson prometheus_client starlette uvicorn",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from helpers.tiny_transformer import HIDDEN, LAYERS, MAX_TOKENS
 
@@ -104,6 +105,23 @@ def train_tokenizer(kind: str, texts: Iterable[str], folder: Path) -> int:
     config = {"pad_token": pad, "cls_token": begin, "sep_token": end}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return tokenizer.get_vocab_size()
+
+
+def write_static(folder: Path, width: int = HIDDEN, **more: Any) -> dict[str, Any]:
+    """The files of model2vec beside a tokenizer: random vectors of its tokens; returns what
+    model.safetensors holds. `more`: further tensors.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer
+
+    size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+    rng = torch.Generator().manual_seed(0)
+    tensors = {"embeddings": torch.randn(size, width, generator=rng)} | more
+    save_file(tensors, folder / "model.safetensors")
+    config = {"model_type": "model2vec", "architectures": ["StaticModel"], "normalize": True}
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_dim": width}))
+    return tensors
 
 
 def write_multilingual(kind: str, texts: Iterable[str], folder: Path) -> Path:

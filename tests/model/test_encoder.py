@@ -12,7 +12,8 @@ import torch.nn.functional as F
 import transformers
 
 from unidec.config import Encoder
-from unidec.data.tokens import GPU_CHUNK_TOKENS, Tokens, length_chunks
+from unidec.data.chunks import CHUNK_TEXTS, GPU_CHUNK_TOKENS, LONG, length_chunks
+from unidec.data.tokens import Tokens
 from unidec.errors import ConfigError
 from unidec.methods.inception import token_layers
 from unidec.model.encoder import (
@@ -372,6 +373,21 @@ def test_chunks_grow_up_to_a_number_of_tokens(rng):
         50
     ]
     assert [len(chunk) for chunk in length_chunks(np.zeros(20, dtype=np.int64), 8)] == [8, 8, 4]
+
+
+@pytest.mark.parametrize("tokens", [0, GPU_CHUNK_TOKENS])
+def test_long_and_short_texts_are_padded_little(rng, tokens):
+    lengths = np.where(rng.random(600) < 0.05, rng.integers(513, 8193, 600), 32)
+    chunks = list(length_chunks(lengths, tokens=tokens))
+    assert sorted(np.concatenate(chunks)) == list(range(600))
+    padded = np.array([len(chunk) * lengths[chunk].max() for chunk in chunks])
+    longest = np.array([lengths[chunk].max() for chunk in chunks])
+    assert padded.sum() < 1.3 * lengths.sum()
+    assert (padded * longest <= CHUNK_TEXTS * LONG**2).all(), "attention of 256 texts of 512 tokens"
+    one_long = np.append(np.full(255, 32), 8192)
+    assert [len(chunk) for chunk in length_chunks(one_long, tokens=tokens)] == [255, 1]
+    short = np.append(np.full(255, 32), LONG)
+    assert len(list(length_chunks(short))) == 1, "texts that were always allowed: as ever"
 
 
 def test_only_a_gpu_is_given_more_short_texts_at_once(folder):

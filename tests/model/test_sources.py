@@ -3,6 +3,7 @@ it is not there.
 """
 
 import importlib.machinery
+import json
 import shutil
 import sys
 
@@ -113,6 +114,14 @@ def test_texts_longer_than_the_transformer_reads(tiny_bert, tmp_path):
         ConfigError, match=r"(?s)tokens.max_length: .*reads at most 64 tokens.*got: 65"
     ):
         check_positions(tiny_bert, 65)
+    described = {"model_type": "mpnet", "max_position_embeddings": 514, "pad_token_id": 1}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    check_positions(tmp_path, 512)
+    with pytest.raises(ConfigError, match="reads at most 512 tokens"):
+        check_positions(tmp_path, 513)
+    for text in ('{"model_type": "t5", "n_positions": 512}', '{"n_positions": 8192}'):
+        (tmp_path / "config.json").write_text(text)
+        check_positions(tmp_path, 8192)
     for text in ("{}", '{"max_position_embeddings": null}'):  # no limit that is known
         (tmp_path / "config.json").write_text(text)
         check_positions(tmp_path, 512)

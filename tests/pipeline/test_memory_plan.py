@@ -4,6 +4,7 @@ take, what would fit.
 
 import functools
 import json
+import shutil
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from transformers import AutoModel
 from unidec import cli
 from unidec.config import Params, load_params, with_settings
 from unidec.data.dataset import write_dataset
+from unidec.data.storage import read_json
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model import packed
@@ -344,6 +346,25 @@ def test_the_peak_of_training_steps(
     assert max(pools) <= found.num_labels
     planned = sum(found.state.values()) + sum(found.step.values())
     assert 0.95 * live.peak <= planned <= 3 * live.peak
+
+
+def test_attention_of_long_texts(tiny_params, tiny_bert, tmp_path):
+    """It grows with the square of their length, unless it is fused."""
+    config = read_json(tiny_bert / "config.json") | {"max_position_embeddings": 8192}
+    shutil.copytree(tiny_bert, tmp_path / "bert")
+    (tmp_path / "bert" / "config.json").write_text(json.dumps(config))
+    overrides = {"encoder.name": str(tmp_path / "bert"), "encoder.kind": "transformer"}
+    overrides |= {"encoder.trainable_layers": -1, "tokens.max_length": 8192, "pool.batch_size": 2}
+    sizes = Sizes.given(20, 20, 8192)
+    scores = 4 * 2 * 8192**2  # float32, two heads
+    for gpu in (False, True):
+        found = measure(tiny_params(**overrides), sizes, gpu=gpu, half=False)
+        texts = found.num_queries + found.num_labels
+        assert (found.step["transformer"] > 3 * texts * scores) != gpu, "three layers"
+    plan = plan_memory(tiny_params(**overrides), sizes)
+    assert by_name(plan.amounts)["attention of long texts"] == 2 * scores
+    short = plan_memory(tiny_params(**overrides), Sizes.given(20, 20, 512))
+    assert "attention of long texts" not in by_name(short.amounts)
 
 
 def test_a_frozen_transformer_keeps_nothing(data, tiny_params):
@@ -698,6 +719,38 @@ def test_the_papers_setting():
     assert 4 * GIB < found.state_bytes < 6 * GIB
     assert not found.shortages
     assert plan_of(paper_params(), free=roomy(24)).shortages
+
+
+def test_adapters_of_a_decoder_of_600_million_parameters_fit_24_gigabytes(tmp_path):
+    """Qwen3-Embedding-0.6B, texts of 64 tokens, by adapters; all of its weights do not fit."""
+    config = transformers.Qwen3Config(
+        vocab_size=151_669,
+        hidden_size=1024,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=3072,
+    )
+    config.save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    overrides = {
+        "encoder.name": str(tmp_path),
+        "encoder.lora": {"rank": 16},
+        "model.dim": 1024,
+        "pool.batch_size": 256,
+        "pool.size": 1024,
+        "optim.encode_chunk": 64,
+    }
+    sizes = Sizes.given(131_073, 294_805, 64)
+    found = plan_of(paper_params(**overrides), sizes, roomy(24))
+    assert not found.shortages
+    state = by_name(found.amounts)["encoder and heads"]
+    assert 4 * 596e6 < state < 4.3 * 596e6, "moments of the adapters and heads alone"
+    whole = plan_of(paper_params(**overrides | {"encoder.lora": {}}), sizes)
+    state = by_name(whole.amounts)["encoder and heads"]
+    assert state > 3 * 4 * 596e6
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ class DataEntry(Section):
     text: Literal["title", "title+content"] = Field(
         "title", description="short-text or long-text task"
     )
-    max_length: Annotated[int, Field(ge=3, le=512)] = Field(
+    max_length: Annotated[int, Field(ge=3, le=8192)] = Field(
         32, description="maximum tokens per text"
     )
     train: Count | None = Field(

@@ -25,6 +25,7 @@ from unidec.config.load import (
     valid_values,
     with_settings,
 )
+from unidec.config.optim_sections import Optim, Run, Warm
 from unidec.config.params import (
     RESULTS,
     Params,
@@ -43,9 +44,6 @@ from unidec.config.training_sections import (
     Loss,
     Mining,
     Model,
-    Optim,
     Pool,
-    Run,
     Teacher,
-    Warm,
 )

@@ -139,8 +139,9 @@ class Tokens(Section):
     text: Literal["title", "title+content"] = key(
         "title", "fields of each query and label that the model reads"
     )
-    max_length: Annotated[int, Field(ge=3, le=512)] = key(
-        32, "maximum tokens per text, including special tokens"
+    max_length: Annotated[int, Field(ge=3, le=8192)] = key(
+        32,
+        "maximum tokens per text, special ones included; at most what the encoder reads",
     )
 
 

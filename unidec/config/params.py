@@ -13,17 +13,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unidec.config.data_sections import Data, LabelGraph, RawBounds, Source, Tokens, Validation
+from unidec.config.optim_sections import Optim, Run, Warm
 from unidec.config.section import Conflict, Result, Section, Seed, key
 from unidec.config.serving_sections import Drift, Gate, Index, Retrain, Serve, Tracking
 from unidec.config.training_sections import (
     Encoder,
     Loss,
     Model,
-    Optim,
     Pool,
-    Run,
     Teacher,
-    Warm,
 )
 
 # no hard negatives, no propensities

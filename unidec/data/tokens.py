@@ -14,7 +14,7 @@ import functools
 import json
 import os
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -40,13 +40,6 @@ from unidec.progress import progress
 
 KIND = "tokens"
 VERSION = 1
-CHUNK_TEXTS = 256
-"""Number of texts that are padded together in training."""
-GPU_CHUNK_TOKENS = CHUNK_TEXTS * 32
-"""On a GPU more short texts are padded together, up to this number of tokens with padding:
-otherwise the GPU waits for the host to launch kernels. Measured: benchmarks/results/gpu.md.
-"""
-
 # Unicode categories: separators, control and format characters
 _INVISIBLE = {"Zs", "Zl", "Zp", "Cc", "Cf"}
 _PROMPTED = "prompted-"  # begins the names of files of texts behind a prompt
@@ -144,29 +137,6 @@ class Tokens:
         ids_BT = np.full(mask_BT.shape, self.pad_id, dtype=np.int64)
         ids_BT[mask_BT] = flat_F
         return ids_BT, mask_BT
-
-
-def length_chunks(
-    lengths_B: NDArray[np.int64], size: int = CHUNK_TEXTS, tokens: int = 0
-) -> Iterator[NDArray[np.int64]]:
-    """Indices of the texts, sorted by length, in chunks of at most `size`: so padding is short.
-
-    Args:
-        tokens: a chunk of more than `size` texts is allowed if it has at most this number of tokens
-        with padding.
-    """
-    order_B = np.argsort(lengths_B, kind="stable")
-    start = 0
-    sorted_B = lengths_B[order_B]
-    while start < len(order_B):
-        count = size
-        if tokens:
-            # tokens of the chunk up to each text
-            left_B = sorted_B[start:]
-            padded_B = np.arange(1, len(left_B) + 1) * left_B
-            count = max(size, int(np.searchsorted(padded_B, tokens, side="right")))
-        yield order_B[start : start + count]
-        start += count
 
 
 def same_texts(tokens: Tokens, others: Tokens, most: int = 0) -> NDArray[np.int64]:

@@ -37,6 +37,8 @@ from unidec.model.packed import (
 )
 from unidec.model.pairs import rows_at
 from unidec.model.row_table import RowTable
+from unidec.model.sources import is_static
+from unidec.model.static import empty_static, load_static
 from unidec.model.words import with_words
 
 
@@ -112,7 +114,7 @@ class TransformerEncoder(nn.Module):
         self.dense = nn.Sequential(*dense)
         self.width = dense[-1].about.out_features if dense else int(config.hidden_size)
         self.num_frozen_layers = 0
-        self._trained = [transformer] if trainable_layers == -1 else []
+        self.trained = [transformer] if trainable_layers == -1 else []
         if trainable_layers >= 0:
             if trainable_layers > config.num_hidden_layers:
                 raise ConfigError(
@@ -123,17 +125,17 @@ class TransformerEncoder(nn.Module):
                 )
             self.num_frozen_layers = config.num_hidden_layers - trainable_layers
         if trainable_layers > 0:
-            self._trained = _layers(transformer)[self.num_frozen_layers :]
+            self.trained = _layers(transformer)[self.num_frozen_layers :]
         self.requires_grad_(False)
-        if trainable_layers != 0:
-            self._trained.append(self.dense)
-        for layer in self._trained:
+        if trainable_layers != 0 and dense:
+            self.trained.append(self.dense)
+        for layer in self.trained:
             layer.requires_grad_(True)
 
     def train(self, mode: bool = True) -> TransformerEncoder:
         super().train(False)
         self.training = mode
-        for layer in self._trained:  # frozen layers have no dropout
+        for layer in self.trained:  # frozen layers have no dropout
             layer.train(mode)
         return self
 
@@ -408,9 +410,13 @@ class TextEncoder(nn.Module):
 
 
 def load_transformer(folder: Path) -> nn.Module:
-    """The transformer of a folder from `resolve_encoder`, without the unused pooling head."""
+    """The transformer of a folder from `resolve_encoder`, without the unused pooling head; or its
+    static vectors.
+    """
     from transformers.utils import logging
 
+    if is_static(folder):
+        return load_static(folder)
     logging.set_verbosity_error()  # transformers would report the pooling head's unused weights
     logging.disable_progress_bar()
     config = transformer_config(folder)
@@ -469,6 +475,8 @@ def transformer_class(config: Any) -> Any:
 
 def empty_transformer(config_folder: Path) -> nn.Module:
     """A transformer as in config.json, with random weights; the caller loads the weights."""
+    if is_static(config_folder):
+        return empty_static(config_folder)
     config = transformer_config(config_folder)
     return transformer_class(config).from_config(config, **transformer_options(config)).float()
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from unidec.config import Encoder
 from unidec.data.storage import read_json
 from unidec.errors import ConfigError
+from unidec.model.sources import is_static
 
 MOST_BYTES = 1 << 24  # of a JSON file
 CONFIG = "config.json"
@@ -88,6 +89,8 @@ def read_encoder_folder(folder: Path) -> EncoderFolder:
         ConfigError: a file is damaged, or asks for something that is not supported, such as other
             modules.
     """
+    if is_static(folder):
+        return EncoderFolder()
     found: dict[str, Any] = {}
     dense = []
     file = folder / CONFIG

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unidec.data.tokens import GPU_CHUNK_TOKENS, Tokens, length_chunks
+from unidec.data.chunks import GPU_CHUNK_TOKENS, LONG, length_chunks
+from unidec.data.tokens import Tokens
 from unidec.model.encoder import BagEncoder, EncoderInput, TextEncoder
 from unidec.model.packed import Packed, Padded
 from unidec.model.pairs import to_device
@@ -69,6 +70,14 @@ class InputBuilder:
             fields |= self._features(encoder.bag, parts)
         return EncoderInput(sum(len(rows) for _, _, rows in parts), **fields)
 
+    def read_lengths(self, tokens: Tokens, rows: np.ndarray) -> np.ndarray:
+        """Tokens by which texts are padded together: if some may be `LONG`, only those that the
+        transformer reads.
+        """
+        lengths_B = tokens.lengths(rows)
+        most = self.encoder.settings.transformer_tokens
+        return np.minimum(lengths_B, most) if most and tokens.max_length > LONG else lengths_B
+
     def _cached(self, caches: Mapping[str, np.ndarray], parts: Parts) -> Tensor | None:
         """Cached values of all texts; None: not all sources have a cache."""
         if not all(name in caches for name, _, _ in parts):
@@ -99,7 +108,7 @@ class InputBuilder:
         first = 0
         for _, texts, rows in parts:
             tokens = texts.for_transformer
-            for places in length_chunks(tokens.lengths(rows), tokens=self.chunk_tokens):
+            for places in length_chunks(self.read_lengths(tokens, rows), tokens=self.chunk_tokens):
                 ids_BT, mask_BT = tokens.batch(rows[places], most)
                 chunks.append(Padded(self._to(ids_BT), self._to(mask_BT)))
                 order.append(places + first)

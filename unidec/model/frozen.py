@@ -20,8 +20,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from unidec.data.chunks import length_chunks
 from unidec.data.storage import load_array, read_manifest, verify_once, write_folder
-from unidec.data.tokens import TokenCache, length_chunks, same_texts
+from unidec.data.tokens import TokenCache, same_texts
 from unidec.errors import ArtifactError
 from unidec.model.encoder import TextEncoder, TransformerEncoder
 from unidec.model.encoder_inputs import InputBuilder
@@ -187,7 +188,9 @@ class FrozenCaches:
         with progress(total=len(rows), desc=f"encode {name}, cached", unit="text") as bar:
             for start in range(0, len(rows), TEXTS_AT_ONCE):
                 some = rows[start : start + TEXTS_AT_ONCE]
-                for places in length_chunks(tokens.lengths(some), tokens=build.chunk_tokens):
+                for places in length_chunks(
+                    build.read_lengths(tokens, some), tokens=build.chunk_tokens
+                ):
                     texts = build.texts([(name, tokens, some[places])])
                     with autocast(self.device, self.amp):
                         outputs = compute(texts)

@@ -10,6 +10,7 @@ layer.
 from __future__ import annotations
 
 import logging
+import shutil
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unidec.data.chunks import LONG
 from unidec.model.arrays import GRAPH, INT8_GRAPH, MAX_BYTES
 from unidec.model.encoder import TextEncoder
 from unidec.model.packed import Padded
@@ -153,6 +155,7 @@ def _inputs(model: UniDEC, texts: Sequence[str]) -> list[Inputs]:
 
 def _untraced(max_length: int, num_tokens: int) -> Inputs:
     """Inputs of untraced shapes: texts of full length, of one token, and of half length."""
+    max_length = min(max_length, LONG)  # attention grows with the square of the length
     lengths_B = np.array([max_length, 1, max(1, max_length // 2)])
     mask_BT = (np.arange(max_length) < lengths_B[:, None]).astype(np.int64)
     ids_BT = np.arange(mask_BT.size).reshape(mask_BT.shape) % num_tokens
@@ -239,8 +242,9 @@ def _quantise(source: Path, target: Path, inputs: Sequence[Inputs]) -> None:
     constants = {constant.name for constant in graph.graph.initializer}
     products = [node for node in graph.graph.node if node.op_type == "MatMul"]
     linear = [node.name for node in products if node.input[1] in constants]
-    if not linear:
-        raise ValueError("no linear layers to quantise")
+    if not linear:  # of static vectors
+        shutil.copyfile(source, target)
+        return
     remaining = iter(inputs)
     quantize_static(
         graph,

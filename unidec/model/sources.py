@@ -9,8 +9,9 @@ import importlib.util
 import math
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from unidec.config import Encoder
 from unidec.data.storage import file_sha256, read_json
 from unidec.errors import ArtifactError, ConfigError
 
@@ -34,9 +35,20 @@ PACKAGED = {
 }
 
 
+# architectures that count positions from behind the padding id, so that the first ones are unused
+_BEHIND_PADDING = (
+    *("camembert", "data2vec-text", "longformer", "mpnet", "roberta", "roberta-prelayernorm"),
+    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
+_UNLIMITED = ("mt5", "t5", "umt5")  # relative positions, whatever `n_positions` says
 # files of tokenizers that are read without tokenizer.json, by Python code
-_SLOW = ("vocab.txt", "vocab.json", "merges.txt", "sentencepiece.bpe.model", "spiece.model")
-_SLOW += ("tokenizer.model", "spm.model")
+_SLOW = (
+    *("vocab.txt", "vocab.json", "merges.txt", "tokenizer.model"),
+    *("sentencepiece.bpe.model", "spiece.model", "spm.model"),
+)
+
+
+STATIC = "model2vec"  # `model_type` of static vectors, in place of a transformer
 
 
 def resolve_encoder(name: str) -> Path:
@@ -92,8 +104,9 @@ def check_positions(folder: Path, max_length: int) -> None:
     Raises ConfigError: it cannot; ArtifactError: config.json is damaged.
     """
     try:
-        limit = read_json(folder / "config.json").get("max_position_embeddings") or max_length
-    except (ValueError, AttributeError) as error:
+        config = read_json(folder / "config.json")
+        limit = _positions(config) or max_length
+    except (ValueError, AttributeError, TypeError) as error:
         raise ArtifactError(
             "not a transformer's config.json",
             where=folder,
@@ -117,6 +130,38 @@ def num_weights(folder: Path) -> int:
     with safe_open(str(folder / "model.safetensors"), framework="numpy") as file:
         names = list(file.keys())
         return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+
+
+def _positions(config: dict[str, Any]) -> int | None:
+    """Tokens of the longest text that a transformer reads; None: there is no limit."""
+    kind = config.get("model_type")
+    if kind in _UNLIMITED:
+        return None
+    limit = config.get("max_position_embeddings") or config.get("n_positions")
+    if limit and kind in _BEHIND_PADDING:
+        return int(limit) - config.get("pad_token_id", 1) - 1
+    return limit
+
+
+def is_static(folder: Path) -> bool:
+    """Whether config.json says that these are static vectors."""
+    file = folder / "config.json"
+    return file.is_file() and read_json(file).get("model_type") == STATIC
+
+
+def check_static(folder: Path, settings: Encoder) -> None:
+    """Raise ConfigError if a setting needs a transformer, and the folder has static vectors."""
+    if not is_static(folder) or not settings.has_transformer:
+        return
+    if settings.trainable_layers != 0 or settings.pooling not in ("auto", "mean"):
+        raise ConfigError(
+            "static vectors have no layers to train, and their mean is a text's vector",
+            where="encoder.name",
+            got=f"{folder}, trainable_layers: {settings.trainable_layers}, "
+            f"pooling: {settings.pooling}",
+            fix="encoder.trainable_layers: 0 and encoder.pooling: mean; encoder.kind: both trains "
+            "a bag of tokens, which starts with these vectors, beside them",
+        )
 
 
 def _from_hub(name: str, packaged: Packaged | None) -> Path:

@@ -49,6 +49,7 @@ from unidec.model.encoder import (
 )
 from unidec.model.encoder_folder import resolved
 from unidec.model.encoder_inputs import InputBuilder
+from unidec.model.lora import merged, with_own_weights, without_own_weights
 from unidec.model.pairs import to_device
 from unidec.model.row_table import HERE, Placement, RowTable
 from unidec.model.weights import copy_into, take_start
@@ -247,9 +248,7 @@ class UniDEC(nn.Module):
         return self.log_scale.device
 
     def tokens(self, texts: Sequence[str], side: Literal["queries", "labels"]) -> Tokens:
-        """Texts as this model reads them, behind the prompt of their side; raises DataError for a
-        text that is not valid Unicode.
-        """
+        """Texts behind the prompt of their side; DataError for a text that is not valid Unicode."""
         settings = self.encoder_settings
         prompt = settings.query_prompt if side == "queries" else settings.label_prompt
         return encode_texts(texts, self.tokenizer_folder, self.max_length, prompt)
@@ -366,9 +365,7 @@ class UniDEC(nn.Module):
         batch_size: int = 1024,
         into: np.ndarray | None = None,
     ) -> np.ndarray | None:
-        """Phi_D of label texts, float32 [L, D], which fill `into` if it is given; None without a
-        dual-encoder head.
-        """
+        """Phi_D of label texts, float32 [L, D], in `into` if it is given; None without that head."""
         return self.vectors("labels", tokens, None, build, batch_size, only="de", into=into)[0]
 
     def classifier_table(
@@ -382,16 +379,18 @@ class UniDEC(nn.Module):
         return weight_LD, bias_L
 
     def dense_state(self) -> dict[str, Tensor]:
-        """The state dict without the tables' weights."""
+        """The state dict `without_own_weights`, and without the tables' weights."""
         state = self.state_dict()
         for name in self.tables():
             del state[f"{name}.weight"]
-        return state
+        return without_own_weights(self, state)
 
     def load_dense_state(self, tensors: dict[str, Tensor]) -> None:
-        """Copy a `dense_state` into this model. Raises RuntimeError: names or shapes differ."""
+        """Copy a `dense_state` into this model. Raises RuntimeError: names or shapes differ, or
+        adapters belong to other weights.
+        """
         tables = {f"{name}.weight": table.weight for name, table in self.tables().items()}
-        self.load_state_dict(tensors | tables)
+        self.load_state_dict(with_own_weights(self, tensors) | tables)
 
     def save_into(
         self, folder: Folder, extra: dict[str, Any] | None = None, exported: Exported = AS_TRAINED
@@ -404,7 +403,7 @@ class UniDEC(nn.Module):
             exported: how methods export the model.
         """
         assert self.config_folder is not None
-        state = self.state_dict()
+        state = merged(self, self.state_dict())
         rows_LD, bias_L = exported.classifier
         if rows_LD is not None:
             state[CLASSIFIER[0]] = torch.from_numpy(rows_LD).to(DTYPES[self.settings.clf_dtype])

@@ -28,7 +28,7 @@ _NOTES = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "arch
 
 # keys of section `encoder` that say where weights come from and how they train, but do not affect
 # outputs otherwise
-_TRAINING = {"name", "start", "frozen", "trainable_layers", "dropout", "bag_dropout"}
+_TRAINING = {"name", "start", "frozen", "trainable_layers", "dropout", "bag_dropout", "lora"}
 _FIX = "set section encoder and model.dim as the start was trained with; its config.json has them"
 
 

@@ -24,7 +24,13 @@ from unidec.errors import ConfigError, DataError
 from unidec.metric_names import GROUPS
 from unidec.model.arrays import MAX_BYTES
 from unidec.model.encoder_folder import read_encoder_folder, resolved
-from unidec.model.sources import check_positions, num_weights, resolve_encoder
+from unidec.model.sources import (
+    check_positions,
+    check_static,
+    is_static,
+    num_weights,
+    resolve_encoder,
+)
 from unidec.pipeline import paths
 from unidec.pipeline.encoders import ARCHITECTURES
 from unidec.pipeline.lock import replaces_inputs
@@ -155,6 +161,9 @@ def checked_encoder(params: Params) -> Path:
             no room, or its folder asks for something that is not supported, such as its own code.
     """
     folder = resolve_encoder(params.encoder.name)
+    check_static(folder, params.encoder)
+    if is_static(folder):
+        return folder
     if not params.encoder.has_transformer:
         return folder
     length = params.tokens.max_length

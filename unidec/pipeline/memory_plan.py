@@ -22,12 +22,22 @@ import torch
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from unidec.config import Params, with_settings
+from unidec.data.chunks import CHUNK_TEXTS, LONG
 from unidec.data.storage import folder_bytes
 from unidec.data.tokens import Tokens
 from unidec.errors import ConfigError
 from unidec.machine import available_disk, available_host
+from unidec.model.encoder import transformer_options
 from unidec.pipeline import paths
-from unidec.pipeline.memory_probe import ROWS, STATE, Measured, Sizes, measure, num_rows
+from unidec.pipeline.memory_probe import (
+    ROWS,
+    STATE,
+    Measured,
+    Sizes,
+    encoder_config,
+    measure,
+    num_rows,
+)
 from unidec.pipeline.start import effective
 from unidec.pipeline.teaching import teacher_width
 from unidec.text_page import render_text
@@ -225,10 +235,28 @@ def _shortlist(params: Params, sizes: Sizes) -> int:
     return INT32 * each * (sizes.num_queries + sizes.num_labels * pool.gandalf)
 
 
+def _attention(params: Params, sizes: Sizes, gpu: bool) -> int:
+    """Bytes of scores and weights of a chunk of long texts while it is encoded, where attention is
+    not fused.
+    """
+    encoder = params.encoder
+    longest = min(params.tokens.max_length, max(sizes.query_tokens[1], sizes.label_tokens[1]))
+    longest = min(longest, encoder.transformer_tokens or longest)
+    if longest <= LONG or not encoder.has_transformer:
+        return 0
+    config = encoder_config(encoder.name)
+    if not config.num_hidden_layers:  # static vectors
+        return 0
+    is_fused = transformer_options(config, gpu)["attn_implementation"] != "eager"
+    pairs = max(longest**2, CHUNK_TEXTS * LONG**2)
+    return 0 if is_fused else 2 * FP32 * int(config.num_attention_heads) * pairs
+
+
 def _refresh(params: Params, sizes: Sizes, width: int, gpu: bool) -> Iterable[Amount]:
     """A refresh: clustering copies up to half of the points (a GPU holds all of them), or of a
     part of them; mining holds all vectors on a GPU, and a tile of scores.
     """
+    yield Amount("attention of long texts", "device", _attention(params, sizes, gpu), "refresh")
     shortlist = _shortlist(params, sizes)
     if not shortlist and params.pool.batches != "clustered":
         return

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from unidec.config import Params
-from unidec.data.tokens import GPU_CHUNK_TOKENS
+from unidec.config import Encoder, Params
+from unidec.data.chunks import GPU_CHUNK_TOKENS, attention_work
 from unidec.methods.assembly import additions, chosen_methods, rows_of
 from unidec.methods.inception import token_layers
 from unidec.methods.label_clusters import LABEL_CLUSTER
@@ -41,13 +41,15 @@ from unidec.model.encoder import (
     transformer_options,
 )
 from unidec.model.encoder_inputs import InputBuilder
+from unidec.model.lora import add_adapters
 from unidec.model.packed import Packed, Padded, in_half, is_packable
 from unidec.model.pool import TrainingPairs
 from unidec.model.row_table import Placement
-from unidec.model.sources import resolve_encoder
+from unidec.model.sources import is_static, resolve_encoder
+from unidec.model.static import StaticVectors, empty_static
 from unidec.model.unidec import UniDEC
+from unidec.pipeline.data_sizes import RepeatedTexts, Sizes
 from unidec.pipeline.live_bytes import AsOnGPU, LiveBytes
-from unidec.pipeline.repeated_texts import RepeatedTexts
 from unidec.pipeline.teaching import unread_teacher
 from unidec.training.batches import Batches, TrainingTexts
 from unidec.training.distributed import Ranks
@@ -85,49 +87,10 @@ DECISIVE: dict[str, Any] = {
     "tokens": {"max_length"},
     "run": {"devices", "table_place"},
 }
+_OF_TRANSFORMER = {"name", "trainable_layers", "lora"}
 # a step over all labels is probed with at most so many of them: what it needs grows by the label
 MOST_TEXTS = 1 << 12
 MOST_LABELS = 1 << 17
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Sizes of a data set.
-
-    Attributes:
-        num_queries: of all splits; num_train: for training; num_labels: L.
-        num_pairs: stored query-label pairs, and entries of the label graph if training uses it.
-        query_tokens, label_tokens: number of tokens of a text: mean and maximum.
-        vocab_size: of the tokenizer.
-    """
-
-    num_queries: int
-    num_train: int
-    num_labels: int
-    num_pairs: int
-    query_tokens: tuple[float, int]
-    label_tokens: tuple[float, int]
-    vocab_size: int = 30522
-
-    @classmethod
-    def given(cls, labels: int, queries: int, tokens: int, pairs: int | None = None) -> Sizes:
-        """Sizes from counts alone. Default of `pairs`: 5 labels a query (the papers' data sets have
-        2 to 22).
-        """
-        length = (float(tokens), tokens)
-        return cls(
-            num_queries=queries,
-            num_train=queries,
-            num_labels=labels,
-            num_pairs=5 * queries if pairs is None else pairs,
-            query_tokens=length,
-            label_tokens=length,
-        )
-
-    @property
-    def labels_a_query(self) -> int:
-        """The mean, rounded up."""
-        return min(math.ceil(self.num_pairs / self.num_queries), self.num_labels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +140,10 @@ def encoder_config(name: str) -> Any:
 
     if known := _known(name):
         return AutoConfig.for_model(known)
-    return transformer_config(resolve_encoder(name))
+    folder = resolve_encoder(name)
+    if is_static(folder):
+        return empty_static(folder).config
+    return transformer_config(folder)
 
 
 def _known(name: str) -> str | None:
@@ -196,16 +162,16 @@ class _Chunk:
 
 
 @functools.cache
-def _measure_chunk(
-    name: str, trainable_layers: int, shape: tuple[int, ...], gpu: bool, half: bool
-) -> _Chunk:
-    if trainable_layers == 0:
+def _measure_chunk(settings: str, shape: tuple[int, ...], *, gpu: bool, half: bool) -> _Chunk:
+    section = Encoder.model_validate_json(settings)
+    if section.trainable_layers == 0:
         return _Chunk()
-    transformer = _transformer(name, gpu)
+    transformer = _transformer(section, gpu)
     packs = len(shape) == 1
     as_there = AsOnGPU() if gpu and not packs else contextlib.nullcontext()
     with no_memory(), as_there, LiveBytes() as live:
-        encoder = TransformerEncoder(transformer, "mean", trainable_layers).train()
+        encoder = TransformerEncoder(transformer, "mean", section.trainable_layers).train()
+        add_adapters(encoder, section.lora)
         run: Any = encoder
         ids = torch.zeros(shape, dtype=torch.int64)
         texts: Any = Padded(ids, ids == 0)
@@ -231,13 +197,23 @@ def no_memory() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def _transformer(encoder: Encoder, gpu: bool) -> torch.nn.Module:
+    """A transformer without values, with adapters if it trains by them."""
+    return _cached_transformer(encoder.model_dump_json(include=_OF_TRANSFORMER), gpu)
+
+
 @functools.cache
-def _transformer(name: str, gpu: bool) -> torch.nn.Module:
-    """A transformer without values."""
-    config = encoder_config(name)
+def _cached_transformer(settings: str, gpu: bool) -> torch.nn.Module:
+    section = Encoder.model_validate_json(settings)
+    config = encoder_config(section.name)
+    if isinstance(config, SimpleNamespace):  # static vectors
+        return StaticVectors(torch.empty(config.vocab_size, config.hidden_size, device="meta"))
     options = transformer_options(config, gpu)
+    with torch.device("meta"):
+        transformer = transformer_class(config).from_config(config, dtype=torch.float32, **options)
+    add_adapters(TransformerEncoder(transformer, "mean", section.trainable_layers), section.lora)
     with no_memory():
-        return transformer_class(config).from_config(config, dtype=torch.float32, **options)
+        return transformer.to_empty(device="cpu")
 
 
 def num_rows(params: Params, sizes: Sizes) -> int:
@@ -253,8 +229,7 @@ def measure(params: Params, sizes: Sizes, *, gpu: bool, half: bool) -> Measured:
     Args:
         gpu: the device is a GPU. half: transformers compute in bfloat16.
 
-    Raises:
-        ConfigError: more layers to train than the encoder has.
+    Raises ConfigError: more layers to train than the encoder has.
     """
     num_labels = sizes.num_labels
     whole = _Probe(params, sizes, num_labels, gpu=gpu, half=half)
@@ -275,8 +250,8 @@ def measure(params: Params, sizes: Sizes, *, gpu: bool, half: bool) -> Measured:
         tokens = math.prod(shape)
     transformer = 0
     if tokens:
-        encoder = params.encoder
-        chunk = _measure_chunk(encoder.name, encoder.trainable_layers, shape, gpu, half)
+        settings = params.encoder.model_dump_json(include=_OF_TRANSFORMER)
+        chunk = _measure_chunk(settings, shape, gpu=gpu, half=half)
         held = math.ceil(tokens * chunk.each_token)
         transformer = held + chunk.once + chunk.backward
     return Measured(
@@ -303,7 +278,7 @@ class _Step:
     Attributes:
         heads: bytes of all but the transformer. num_labels: in a pool.
         tokens: those, with padding, whose activations the transformer keeps at the same time.
-        chunk: [C, T] of the largest chunk, or [F] of packed texts.
+        chunk: [C, T] of the chunk that takes most, or [F] of packed texts.
     """
 
     heads: int
@@ -342,24 +317,27 @@ class _Probe:
         self.ranks = _OneOf(rank=world - 1, world=world)
         self.autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, enabled=half)
         self.live = LiveBytes()
+        transformer = None
+        if params.encoder.has_transformer:
+            transformer = _transformer(params.encoder, gpu)
         with no_memory(), self.live:
-            self.model = self._new_model()
+            self.model = self._new_model(transformer)
             self.optimisers = Optimisers(self.model, params.optim, 1000)
         if size := params.model.labels_a_cluster:  # the host reads them
             self.model.register_buffer(LABEL_CLUSTER, torch.arange(num_labels) // size)
 
-    def _new_model(self) -> UniDEC:
+    def _new_model(self, transformer: torch.nn.Module | None) -> UniDEC:
         settings = self.params.encoder
         begin, end = self.ranks.part(self.num_labels)
         placement = Placement(first_row=begin, num_rows=end - begin)
         config = encoder_config(settings.name)
         num_tokens = max(self.sizes.vocab_size, config.vocab_size)
-        transformer = _transformer(settings.name, self.gpu) if settings.has_transformer else None
         width = config.hidden_size
         layers = token_layers(settings, width)
         has_folder = settings.has_transformer and not _known(settings.name)
         dense = new_dense(resolve_encoder(settings.name)) if has_folder else []
         encoder = TextEncoder(settings, transformer, num_tokens, width, layers, dense=dense)
+        add_adapters(encoder.transformer, settings.lora)
         encoder.transformer_vectors = self._outputs  # type: ignore[method-assign]
         if encoder.bag is not None:  # the host reads them
             encoder.bag._host_continues = np.arange(num_tokens) % 2 == 1
@@ -412,7 +390,7 @@ class _Probe:
             heads=live.peak - begin,
             num_labels=self.num_labels if of_all else len(batch.pool.pool_S),
             tokens=max(sum(map(math.prod, shapes)) for shapes in chunks),
-            chunk=max(itertools.chain(*chunks), key=math.prod, default=(0, 0)),
+            chunk=max(itertools.chain(*chunks), key=attention_work, default=(0, 0)),
         )
 
     def _parts(self) -> tuple[Batches, Objective]:

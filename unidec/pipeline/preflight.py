@@ -55,7 +55,7 @@ def check_before_work(params: Params, steps: Collection[str] = ALL_STEPS) -> Non
 
 
 def _checks(params: Params, steps: Collection[str]) -> Iterator[Callable[[], None]]:
-    yield lambda: _check_packages(steps)
+    yield lambda: _check_packages(steps, ("peft",) if params.encoder.lora.get("rank") else ())
     yield _check_written
     if "ingest" in steps:
         yield lambda: check_source(params)
@@ -89,7 +89,12 @@ def _check_encoder(params: Params) -> None:
     is_on_hub = not (is_packaged or Path(name).is_dir()) and _HUB_NAME.fullmatch(name) is not None
     if is_on_hub and os.environ.get("HF_HUB_OFFLINE") != "1":
         return  # the stage `tokens` downloads it
-    checked_encoder(params)
+    folder = checked_encoder(params)
+    lora = params.encoder.lora
+    if lora.get("rank"):
+        from unidec.model.lora import check_targets  # imports torch
+
+        check_targets(folder, lora.get("targets", []))
 
 
 def _check_start(params: Params) -> None:
@@ -117,8 +122,9 @@ def _check_devices(params: Params) -> None:
     check_devices(params)
 
 
-def _check_packages(steps: Collection[str]) -> None:
+def _check_packages(steps: Collection[str], to_train: Collection[str]) -> None:
     needed = dict.fromkeys(name for step in steps for name in _PACKAGES.get(step, ()))
+    needed |= dict.fromkeys(to_train if "train" in steps else ())
     for name in needed:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # a folder of this name is no package

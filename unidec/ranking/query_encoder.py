@@ -21,7 +21,8 @@ import numpy.typing as npt
 from scipy.sparse import csr_matrix
 
 from unidec.cores import num_threads
-from unidec.data.tokens import TextTokenizer, Tokens, behind, length_chunks, load_tokenizer
+from unidec.data.chunks import length_chunks
+from unidec.data.tokens import TextTokenizer, Tokens, behind, load_tokenizer
 from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.model.arrays import GRAPH, INT8_GRAPH, ModelConfig, misfit, read_arrays
 from unidec.model.words import WordSpace, with_words

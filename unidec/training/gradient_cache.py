@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unidec.data.tokens import Tokens, length_chunks
+from unidec.data.chunks import length_chunks
+from unidec.data.tokens import Tokens
 from unidec.model.batch import TextChunks
 from unidec.model.encoder import EncoderInput, TextEncoder
 from unidec.model.encoder_inputs import InputBuilder

@@ -27,6 +27,7 @@ from unidec.methods.teacher import TeacherVectors
 from unidec.model.additions import Rows
 from unidec.model.first_rows import start_table
 from unidec.model.frozen import cached_inputs
+from unidec.model.lora import add_adapters
 from unidec.model.row_table import Placement
 from unidec.model.sources import resolve_encoder
 from unidec.model.unidec import UniDEC
@@ -110,6 +111,7 @@ def open_training(
         take_model(model, start)
     else:
         start_bag(model, texts.parts(pairs.rows))
+    add_adapters(model.encoder.transformer, settings.encoder.lora)
     encoding = _encoding(settings, model, texts, place)
     rows = rows_of(model, data.dataset, data.label_graph, encoding.outputs)
     steps = steps_an_epoch(settings.pool, len(pairs.rows))

@@ -1,0 +1,78 @@
+"""Sizes of a data set, and texts of these sizes, for planning memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from unidec.data.tokens import TokenCache
+
+_TEXTS = 4093  # different texts; a prime, so that texts at any distance are different ones
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of a data set.
+
+    Attributes:
+        num_queries: of all splits; num_train: for training; num_labels: L.
+        num_pairs: stored query-label pairs, and entries of the label graph if training uses it.
+        query_tokens, label_tokens: number of tokens of a text: mean and maximum.
+        vocab_size: of the tokenizer.
+    """
+
+    num_queries: int
+    num_train: int
+    num_labels: int
+    num_pairs: int
+    query_tokens: tuple[float, int]
+    label_tokens: tuple[float, int]
+    vocab_size: int = 30522
+
+    @classmethod
+    def given(cls, labels: int, queries: int, tokens: int, pairs: int | None = None) -> Sizes:
+        """Sizes from counts alone. Default of `pairs`: 5 labels a query (the papers' data sets have
+        2 to 22).
+        """
+        length = (float(tokens), tokens)
+        return cls(
+            num_queries=queries,
+            num_train=queries,
+            num_labels=labels,
+            num_pairs=5 * queries if pairs is None else pairs,
+            query_tokens=length,
+            label_tokens=length,
+        )
+
+    @property
+    def labels_a_query(self) -> int:
+        """The mean, rounded up."""
+        return min(math.ceil(self.num_pairs / self.num_queries), self.num_labels)
+
+
+class RepeatedTexts(TokenCache):
+    """As many texts as are asked for, the same few again and again: some of the greatest length, as
+    many as the mean allows, the others of one token.
+    """
+
+    def __init__(self, count: int, tokens: tuple[float, int], most: int, vocab_size: int) -> None:
+        longest = min(tokens[1], most)
+        share = (min(tokens[0], most) - 1) / max(longest - 1, 1)
+        shuffled = np.random.default_rng(0).permutation(_TEXTS)
+        lengths = np.where(shuffled < share * _TEXTS, longest, 1)
+        offsets = np.cumsum([0, *lengths])
+        ids = np.arange(offsets[-1]) % vocab_size
+        super().__init__(ids, offsets, vocab_size, 0, longest)
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def lengths(self, rows: Any = None) -> Any:
+        return super().lengths(rows % _TEXTS)
+
+    def starts(self, rows_B: Any) -> Any:
+        return super().starts(rows_B % _TEXTS)
