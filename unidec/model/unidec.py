@@ -365,7 +365,7 @@ class UniDEC(nn.Module):
         batch_size: int = 1024,
         into: np.ndarray | None = None,
     ) -> np.ndarray | None:
-        """Phi_D of label texts, float32 [L, D], in `into` if it is given; None without that head."""
+        """Phi_D of label texts, float32 [L, D], in `into` if given; None without that head."""
         return self.vectors("labels", tokens, None, build, batch_size, only="de", into=into)[0]
 
     def classifier_table(
