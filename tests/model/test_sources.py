@@ -12,7 +12,7 @@ import pytest
 from unidec.data.storage import file_sha256
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model import sources
-from unidec.model.sources import Packaged, check_positions, resolve_encoder
+from unidec.model.sources import Packaged, check_positions, num_weights, resolve_encoder
 
 
 @pytest.fixture
@@ -129,3 +129,13 @@ def test_texts_longer_than_the_transformer_reads(tiny_bert, tmp_path):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ArtifactError, match=r"not a transformer's config.json"):
             check_positions(tmp_path, 512)
+
+
+def test_weights_are_counted_without_being_read(tiny_bert, tmp_path):
+    from unidec.model.encoder import load_transformer
+
+    expected = sum(weight.numel() for weight in load_transformer(tiny_bert).parameters())
+    assert num_weights(tiny_bert) == expected
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ArtifactError, match="not a readable file of weights"):
+        num_weights(tmp_path)

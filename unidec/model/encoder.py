@@ -83,16 +83,18 @@ def _layers(transformer: Any) -> list[nn.Module]:
     )
 
 
-class Dense(nn.Sequential):
+class Dense(nn.Module):
     """A linear layer behind the pooling, and its activation."""
 
     def __init__(self, about: DenseLayer) -> None:
-        linear = nn.Linear(about.in_features, about.out_features, about.bias)
-        super().__init__(linear, getattr(nn, about.activation)())
+        super().__init__()
         self.about = about
+        self.linear = nn.Linear(about.in_features, about.out_features, about.bias)
+        self.activation: nn.Module = getattr(nn, about.activation)()
 
     def forward(self, vector_BD: Tensor) -> Tensor:
-        return super().forward(vector_BD.to(self[0].weight.dtype))
+        vector_BD = vector_BD.to(self.linear.weight.dtype)
+        return self.activation(self.linear(vector_BD))
 
 
 class TransformerEncoder(nn.Module):
@@ -111,6 +113,7 @@ class TransformerEncoder(nn.Module):
         config: Any = transformer.config
         self.transformer = transformer
         self.pooling = pooling
+        self.behind = tuple(dense)
         self.dense = nn.Sequential(*dense)
         self.width = dense[-1].about.out_features if dense else int(config.hidden_size)
         self.num_frozen_layers = 0
@@ -131,6 +134,11 @@ class TransformerEncoder(nn.Module):
             self.trained.append(self.dense)
         for layer in self.trained:
             layer.requires_grad_(True)
+
+    @property
+    def dense_facts(self) -> list[dict[str, Any]]:
+        """The layers behind the pooling, as in files."""
+        return [layer.about.model_dump() for layer in self.behind]
 
     def train(self, mode: bool = True) -> TransformerEncoder:
         super().train(False)
@@ -439,8 +447,7 @@ def load_dense(folder: Path) -> list[Dense]:
     layers = new_dense(folder)
     for layer in layers:
         weights = load_file(folder / layer.about.path / "model.safetensors")
-        tensors = {name.removeprefix("linear."): weights[name].float() for name in weights}
-        layer[0].load_state_dict(tensors)
+        layer.load_state_dict({name: weight.float() for name, weight in weights.items()})
     return layers
 
 

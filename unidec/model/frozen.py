@@ -108,8 +108,8 @@ class FrozenCaches:
             facts["pooling"] = part.pooling
             facts["frozen_layers"] = part.num_frozen_layers
             facts["tokens_read"] = encoder.settings.transformer_tokens
-            if part.dense:
-                facts["dense"] = [layer.about.model_dump() for layer in part.dense]
+            if part.dense_facts:
+                facts["dense"] = part.dense_facts
         facts["weights"] = frozen_sha256(part)
         facts["amp"] = str(self.amp)
         facts["version"] = VERSION

@@ -58,7 +58,7 @@ class TransformerGraph(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         ids_BT = input_ids[:, : self.max_tokens]
         mask_BT = attention_mask[:, : self.max_tokens]
-        seen = mask_BT
+        seen: Any = mask_BT
         if getattr(self.transformer.config, "use_bidirectional_attention", False):
             seen = _masks(mask_BT, self.transformer.config.sliding_window)
         hidden = self.transformer(input_ids=ids_BT, attention_mask=seen).last_hidden_state

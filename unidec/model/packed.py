@@ -94,7 +94,7 @@ class Packed(NamedTuple):
         has_tokens_B1 = (length_B > 0).unsqueeze(1)
         if pooling == "last":
             return hidden_FW[end_B - 1] * has_tokens_B1
-        of_texts = {"offsets": self.bounds, "unsafe": True}
+        of_texts: dict[str, Any] = {"offsets": self.bounds, "unsafe": True}
         if pooling == "max":
             largest_BW = torch.segment_reduce(hidden_FW, "max", initial=-torch.inf, **of_texts)
             return largest_BW.where(has_tokens_B1, 0)

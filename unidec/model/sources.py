@@ -124,12 +124,18 @@ def check_positions(folder: Path, max_length: int) -> None:
 
 
 def num_weights(folder: Path) -> int:
-    """The number of weights in a transformer's file."""
-    from safetensors import safe_open
+    """The number of weights in a transformer's file; raises ArtifactError if it is damaged."""
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(str(folder / "model.safetensors"), framework="numpy") as file:
-        names = list(file.keys())
-        return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+    path = folder / "model.safetensors"
+    try:
+        with safe_open(str(path), framework="numpy") as file:
+            names = list(file.keys())
+            return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+    except (SafetensorError, OSError) as error:
+        raise ArtifactError(
+            "not a readable file of weights", where=path, got=error, fix="copy or download it again"
+        ) from error
 
 
 def _positions(config: dict[str, Any]) -> int | None:

@@ -430,8 +430,8 @@ class UniDEC(nn.Module):
         if transformer is not None:
             if transformer.width != self.encoder.part_width:
                 config["transformer_width"] = transformer.width
-            if transformer.dense:
-                config["dense"] = [layer.about.model_dump() for layer in transformer.dense]
+            if transformer.dense_facts:
+                config["dense"] = transformer.dense_facts
         text = json.dumps(config | (extra or {}), indent=2, sort_keys=True)
         (folder.path / CONFIG).write_text(f"{text}\n", encoding="utf-8")
 

@@ -323,13 +323,15 @@ def _modules(model: UniDEC, score: BundleInfo) -> list[nn.Module]:
     encoder = model.encoder
     normalize = Normalize()
     assert encoder.transformer is not None
-    transformer = encoder.transformer.transformer
+    transformer: Any = encoder.transformer.transformer
     modules = [
         _transformer(model, transformer),
         Pooling(transformer.config.hidden_size, FROM_HERE[encoder.settings.pooling]),
     ]
-    for linear, activation in encoder.transformer.dense:
-        modules.append(_dense(linear.weight.detach(), linear.bias, activation))
+    modules += [
+        _dense(layer.linear.weight.detach(), layer.linear.bias, layer.activation)
+        for layer in encoder.transformer.behind
+    ]
     if encoder.unit_vectors:
         modules.append(normalize)
     projects = model.settings.projection
