@@ -195,6 +195,7 @@ def _bounds(written: bytes) -> tuple[bool, bool]:
     return not _joins(text[0]), not _joins(text[-1])
 
 
+@functools.cache
 def _joins(character: str) -> bool:
     """Whether a character and its neighbour may be of one word: a letter, number or accent of a
     script with blanks.

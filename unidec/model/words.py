@@ -205,7 +205,8 @@ class WordSpace:
         self._written = None if spelt is False else written_pieces(tokenizer_folder)
         if spelt and self._written is None:
             raise ValueError("the tokenizer does not show what its pieces write")
-        self._continues_V, self._skipped_V = _token_kinds(tokenizer_folder)
+        if self._written is None:
+            self._continues_V, self._skipped_V = _token_kinds(tokenizer_folder)
 
     @classmethod
     def fit(cls, tokenizer_folder: Path, blocks: Iterable[Texts], head: int = 0) -> WordSpace:
