@@ -429,7 +429,8 @@ def test_no_step_waits_for_the_device(
 def test_recipes_at_cpu_scale_share_encoder_width_and_epochs():
     """What a comparison holds equal is equal as shipped."""
     ours = {name: parsed(name) for name in SAME_ENCODER}
-    assert len({params.encoder for params in ours.values()}) == 1
+    encoders = [params.encoder for params in ours.values()]
+    assert all(encoder == encoders[0] for encoder in encoders)
     for key in (
         "model.dim",
         "optim.epochs",

@@ -89,8 +89,17 @@ def run_flow(
         yield run
 
 
+@pytest.mark.parametrize(
+    ("name", "problems"),
+    [("No Name", ["No Name"]), ("named", ["no such folder", "no such recipe"])],
+    ids=["form", "content"],
+)
 def test_a_wrong_file_is_reported_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    name: str,
+    problems: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: Any,
 ) -> None:
     """Before Prefect has a run: its logs would repeat the error twice."""
     from flows.command import main
@@ -99,13 +108,13 @@ def test_a_wrong_file_is_reported_once(
     # nothing listens there, and nothing needs it
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     (tmp_path / "c.yaml").write_text(
-        "name: No Name\ndata: {d: {path: nowhere}}\ncells: {a: {recipe: depls}}\n"
+        f"name: {name}\ndata: {{d: {{path: nowhere}}}}\ncells: {{a: {{recipe: depls}}}}\n"
     )
     assert main("compare", ["c.yaml"]) == 2
     said = capfd.readouterr().err
-    for part in ("No Name", "no such folder", "no such recipe"):
+    for part in problems:
         assert said.count(part) == 1, said
-    assert said.startswith("c.yaml: 3 problems")
+    assert said.startswith(f"c.yaml: {len(problems)} problem")
 
 
 def test_from_nothing_to_a_report(
