@@ -107,7 +107,7 @@ format: $(STAMP)  ## fix and format the code with ruff
 docs: $(STAMP)  ## build the documentation and check every link: build/site/index.html opens without a server
 	@$(BIN)/python -c 'import furo, myst_parser' 2>/dev/null || \
 	  $(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS) -e '.[docs]'
-	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs . build/site
+	$(BIN)/python -m sphinx --quiet --fresh-env --write-all --fail-on-warning --keep-going -c docs . build/site
 	@cp build/site/README.html build/site/index.html
 
 wheel: $(STAMP)  ## build the wheel in dist/ and test it without a checkout

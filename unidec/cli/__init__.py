@@ -288,7 +288,8 @@ def encoders(
     lines = table(list(known["architectures"][0]), rows)
     lines.append(f"poolings: {', '.join(known['poolings'])}")
     for names, prompts in known["prompts"].items():
-        lines.append(f"prompts of {names}: {prompts}")
+        said = ", ".join(f"encoder.{key}: {prompt!r}" for key, prompt in prompts.items())
+        lines.append(f"prompts of {names}: {said}")
     return Shown(known, [*lines, "what one needs and costs: unidec encoders NAME"])
 
 

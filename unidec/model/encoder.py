@@ -418,9 +418,7 @@ class TextEncoder(nn.Module):
 
 
 def load_transformer(folder: Path) -> nn.Module:
-    """The transformer of a folder from `resolve_encoder`, without the unused pooling head; or its
-    static vectors.
-    """
+    """A folder's transformer, without the unused pooling head, or its static vectors."""
     from transformers.utils import logging
 
     if is_static(folder):
@@ -430,9 +428,8 @@ def load_transformer(folder: Path) -> nn.Module:
     config = transformer_config(folder)
     options = transformer_options(config)
     # float32 whatever the file's type: half-precision weights would lose most of their updates
-    return (
-        transformer_class(config).from_pretrained(folder, use_safetensors=True, **options).float()
-    )
+    load = transformer_class(config).from_pretrained
+    return load(folder, use_safetensors=True, **options).float()
 
 
 def new_dense(folder: Path) -> list[Dense]:
@@ -472,9 +469,7 @@ def transformer_config(folder: Path) -> Any:
 
 
 def transformer_class(config: Any) -> Any:
-    """The class that loads a transformer: of an encoder with a decoder, such as T5's, the encoder
-    alone.
-    """
+    """The class that loads a transformer; of one with a decoder, such as T5, the encoder alone."""
     from transformers import AutoModel, AutoModelForTextEncoding
 
     return AutoModelForTextEncoding if config.is_encoder_decoder else AutoModel
