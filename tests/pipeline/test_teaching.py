@@ -47,10 +47,10 @@ def made(tmp_path_factory, tiny_raw, tiny_bert):
 @pytest.fixture
 def work(made, tmp_path, monkeypatch):
     """A copy of the folder, as the working folder."""
-    shutil.copytree(made, tmp_path / "work")
-    monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/work/mlflow.db")
-    return tmp_path / "work"
+    shutil.copytree(made, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/copy/mlflow.db")
+    return tmp_path / "copy"
 
 
 def params(**values):

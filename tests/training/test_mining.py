@@ -215,7 +215,7 @@ def test_degenerate_labels_are_mined_by_lists(labels, dtype, rng, monkeypatch):
     case.query = case.query.astype(dtype)
     case.positive = case.filtered = np.zeros((30, num_labels), bool)
     found, report = case.mine(4, mining="faiss")
-    # of equal labels all are in one list, and lists that are searched may be empty: recall says so
+    # identical labels share one list, so the lists searched may be empty: the recall shows it
     num_found = 0
     for row in case.rows:
         labels = found[row][found[row] >= 0].tolist()

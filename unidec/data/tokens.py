@@ -237,8 +237,8 @@ class Piece:
 
 
 class TextTokenizer:
-    """A tokenizer read from `tokenizer.json`, which cuts texts on the right (or on the left, if
-    tokenizer_config.json says so), keeps special tokens and does not pad.
+    """A tokenizer read from `tokenizer.json`, which truncates texts on the right (on the left if
+    `truncation_side` in tokenizer_config.json is "left"), keeps special tokens and does not pad.
 
     The truncation and padding settings in the file are ignored.
 

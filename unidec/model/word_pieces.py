@@ -142,7 +142,7 @@ def spelt_words(flat_F: Ints, lengths_B: Ints, pieces: WrittenPieces) -> tuple[K
 
 
 def _blank(description: dict[str, Any]) -> str | None:
-    """What stands for a blank in the pieces; "": each character is a byte; None: nothing does."""
+    """The character for a space in the pieces; "": byte-level pieces; None: spaces are unmarked."""
     parts = [description.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")]
     for step in _steps(parts):
         if step.get("type") == "ByteLevel":
@@ -167,7 +167,7 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
 
 @functools.cache
 def _byte_of() -> dict[str, int]:
-    """The byte that a character of byte-level BPE stands for (GPT-2): printable ones themselves."""
+    """The byte for each character of byte-level BPE (GPT-2); printable bytes map to themselves."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     of_others = {chr(256 + place): byte for place, byte in enumerate(others)}
