@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
@@ -280,7 +279,7 @@ class TextTokenizer:
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size = 1 + max(ids, default=0)
         self.pad_id = self._padding_id()
-        model = json.loads(self.file.read_text(encoding="utf-8"))["model"]
+        model = read_json(self.file)["model"]
         unknown = model.get("unk_id")  # Unigram
         if unknown is None and model.get("unk_token"):
             unknown = self._tokenizer.token_to_id(model["unk_token"])
@@ -301,7 +300,7 @@ class TextTokenizer:
         for file in ("special_tokens_map.json", "tokenizer_config.json"):
             path = self.file.parent / file
             if path.is_file():
-                named = json.loads(path.read_text(encoding="utf-8")).get("pad_token")
+                named = read_json(path).get("pad_token")
                 names.insert(0, named["content"] if isinstance(named, dict) else named)
         found = [self._tokenizer.token_to_id(name) for name in names if name]
         return next((number for number in found if number), 0)

@@ -162,9 +162,7 @@ def checked_encoder(params: Params) -> Path:
     """
     folder = resolve_encoder(params.encoder.name)
     check_static(folder, params.encoder)
-    if is_static(folder):
-        return folder
-    if not params.encoder.has_transformer:
+    if is_static(folder) or not params.encoder.has_transformer:
         return folder
     length = params.tokens.max_length
     most = min(length, params.encoder.transformer_tokens or length)
