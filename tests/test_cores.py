@@ -65,6 +65,25 @@ def test_a_system_without_control_groups(tmp_path, monkeypatch):
     assert cores.usable_cores(tmp_path) == os.cpu_count()
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("avx2 avx512_vnni amx_int8", True),
+        ("avx2 avx_vnni", True),
+        ("avx2 avx512f", False),
+        ("avx2 avx_vnni_int16", False),  # of another width
+    ],
+)
+def test_whether_the_processor_has_vnni(tmp_path, flags, expected):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "cpuinfo").write_text(f"model name\t: x\nflags\t\t: fpu {flags}\n")
+    assert cores.has_vnni(tmp_path) is expected
+
+
+def test_a_system_that_does_not_describe_its_processor(tmp_path):
+    assert cores.has_vnni(tmp_path) is False
+
+
 SIZES = """
 import os, sys
 import unidec

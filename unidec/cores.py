@@ -78,6 +78,20 @@ def cpu_quota(system: Path = _SYSTEM) -> float | None:
     return min(quotas, default=None)
 
 
+def has_vnni(system: Path = _SYSTEM) -> bool:
+    """Whether the processor adds products of 8-bit integers exactly in 32 bits (VNNI of x86); False
+    where the system does not say.
+
+    Args:
+        system: root of the file system.
+    """
+    try:
+        described = (system / "proc" / "cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return re.search(r"\bavx(512)?_vnni\b", described) is not None
+
+
 def prepare() -> None:
     """Set the variables of OpenMP and BLAS that are not set: threads sleep while they wait, and are
     no more than the usable cores. OpenMP reads them when it is loaded, so this runs before.

@@ -251,7 +251,9 @@ class Serve(Section):
         "auto",
         "runtime of the query encoder; auto: the fastest without loss of quality (docs/serving.md)",
     )
-    threads: CountOrZero = key(0, "threads of encoder and search; 0: all of the machine")
+    threads: CountOrZero = key(
+        0, "threads of encoder and search; 0: all of the machine, where more are faster"
+    )
     cache_queries: CountOrZero = key(
         10_000, "number of answers cached for repeated queries; 0: none"
     )

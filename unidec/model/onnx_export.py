@@ -4,7 +4,7 @@ quantisation.
 The TorchScript exporter (`dynamo=False`) is used because the newer one needs onnxscript.
 
 Legend: B texts, T tokens of the longest text, D width of the transformer, I inputs of a linear
-layer.
+layer, L layers of the same input.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from unidec.data.chunks import LONG
 from unidec.model.arrays import GRAPH, INT8_GRAPH, MAX_BYTES
 from unidec.model.encoder import TextEncoder
+from unidec.model.onnx_session import open_session
 from unidec.model.packed import Padded
 from unidec.model.unidec import UniDEC
 
@@ -175,13 +176,8 @@ def _check(path: Path, inputs: Inputs, expected: npt.NDArray[np.float32]) -> Non
 
 def _opens(path: Path) -> bool:
     """Whether onnxruntime opens a graph as a server does; it cannot rewrite that of DeBERTa."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.add_session_config_entry("session.x64quantprecision", "1")
     try:
-        onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        open_session(path)
     except Exception:  # onnxruntime's errors have no common base class
         return False
     return True
@@ -190,14 +186,14 @@ def _opens(path: Path) -> bool:
 class _SmoothLinear(nn.Module):
     """A linear layer that divides its inputs by scales and multiplies its weights by them, so that
     inputs of similar magnitude lose less in 8 bits (SmoothQuant, Xiao et al. 2023, equation 4).
+
+    Args:
+        scale_I: the scales. inverse_I: their inverses, a parameter that layers can share.
     """
 
-    def __init__(self, layer: nn.Linear, largest_I: Tensor) -> None:
+    def __init__(self, layer: nn.Linear, scale_I: Tensor, inverse_I: nn.Parameter) -> None:
         super().__init__()
-        weight_I = layer.weight.detach().abs().amax(0).clamp_min(1e-5)
-        input_I = largest_I.clamp_min(1e-4)
-        scale_I = input_I**SMOOTHING / weight_I ** (1 - SMOOTHING)
-        self.inverse_I = nn.Parameter(1 / scale_I, requires_grad=False)
+        self.inverse_I = inverse_I
         self.weight_OI = nn.Parameter(layer.weight.detach() * scale_I, requires_grad=False)
         self.bias = layer.bias
 
@@ -211,12 +207,23 @@ class _SmoothLinear(nn.Module):
 
 
 def _smooth(module: nn.Module, inputs: Sequence[Inputs]) -> None:
-    """Replace linear layers by `_SmoothLinear`, with their largest inputs on some batches."""
-    largest: dict[nn.Module, Tensor] = {}
+    """Replace linear layers by `_SmoothLinear`, with scales from their largest inputs on some
+    batches. Layers of the same input (those of queries, keys and values) have the same scales, so
+    that it is scaled and quantised once.
+    """
+    largest: dict[nn.Linear, Tensor] = {}
+    groups: list[tuple[Tensor, list[nn.Linear]]] = []  # an input and its layers
 
-    def record(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-        largest_I = args[0].abs().flatten(0, -2).amax(0)
-        largest[layer] = torch.maximum(largest_I, largest.get(layer, largest_I))
+    def record(layer: nn.Linear, args: tuple[Tensor, ...]) -> None:
+        x = args[0]
+        largest_I = x.abs().flatten(0, -2).amax(0)
+        if layer in largest:
+            largest_I = torch.maximum(largest_I, largest[layer])
+        elif groups and x is groups[-1][0]:
+            groups[-1][1].append(layer)
+        else:
+            groups.append((x, [layer]))
+        largest[layer] = largest_I
 
     layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
     hooks = [layer.register_forward_pre_hook(record) for layer in layers]
@@ -225,20 +232,25 @@ def _smooth(module: nn.Module, inputs: Sequence[Inputs]) -> None:
             module(*map(torch.from_numpy, batch.values()))
     for hook in hooks:
         hook.remove()
-    for name, layer in list(module.named_modules()):
-        if layer in largest:
-            module.set_submodule(name, _SmoothLinear(layer, largest[layer]))
+    names = {layer: name for name, layer in module.named_modules()}
+    for _, group in groups:
+        largest_LI = torch.stack([layer.weight.detach().abs().amax(0) for layer in group])
+        weight_I = largest_LI.amax(0).clamp_min(1e-5)
+        input_I = largest[group[0]].clamp_min(1e-4)
+        scale_I = input_I**SMOOTHING / weight_I ** (1 - SMOOTHING)
+        inverse_I = nn.Parameter(1 / scale_I, requires_grad=False)
+        for layer in group:
+            module.set_submodule(names[layer], _SmoothLinear(layer, scale_I, inverse_I))
 
 
 def _quantise(source: Path, target: Path, inputs: Sequence[Inputs]) -> None:
     """Quantise linear layers to 8 bits; products inside attention stay in 32 bits."""
     import onnx
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static  # type: ignore[import-untyped]
-    from onnxruntime.quantization.quant_utils import add_pre_process_metadata  # type: ignore[import-untyped]
+    from onnxruntime.quantization.shape_inference import quant_pre_process  # type: ignore[import-untyped]
 
-    graph = onnx.load(source)
-    # without it quantize_static recommends preprocessing, which changes nothing here
-    add_pre_process_metadata(graph)
+    quant_pre_process(source, target, skip_symbolic_shape=True)
+    graph = onnx.load(target)
     constants = {constant.name for constant in graph.graph.initializer}
     products = [node for node in graph.graph.node if node.op_type == "MatMul"]
     linear = [node.name for node in products if node.input[1] in constants]

@@ -25,6 +25,7 @@ from unidec.data.chunks import length_chunks
 from unidec.data.tokens import TextTokenizer, Tokens, behind, load_tokenizer
 from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.model.arrays import GRAPH, INT8_GRAPH, ModelConfig, misfit, read_arrays
+from unidec.model.onnx_session import open_session, threads_of_int8
 from unidec.model.words import WordSpace, with_words
 from unidec.ranking.sparse import Floats
 
@@ -100,7 +101,7 @@ class FastEncoder:
     """
 
     def __init__(
-        self, about: ModelConfig, words: WordSpace | None, *, int8: bool = False, threads: int = 1
+        self, about: ModelConfig, words: WordSpace | None, *, int8: bool = False, threads: int = 0
     ) -> None:
         if about.encoder.kind == "inception":
             raise ConfigError(
@@ -118,7 +119,10 @@ class FastEncoder:
         if about.encoder.has_transformer:
             self.name = "onnx-int8" if int8 else "onnx"
             graph = about.folder / (INT8_GRAPH if int8 else GRAPH)
-            self._parts.append(_transformer_part(graph, about.transformer_width, threads))
+            width = about.transformer_width
+            if int8:
+                threads = threads or threads_of_int8(width)
+            self._parts.append(_transformer_part(graph, width, threads))
         try:
             arrays = read_arrays(about.folder)
             if about.encoder.kind != "transformer":
@@ -199,7 +203,8 @@ def open_encoder(bundle: Any, runtime: Runtime = "auto", threads: int = 0) -> Qu
             rest. "onnx-int8": likewise, with the transformer's linear layers in 8 bits. "auto":
             "onnx-int8" on a CPU; torch on a GPU, or if the graph or onnxruntime is missing. All but
             "torch" encode a bag of tokens in numpy.
-        threads: threads of one call; 0: see `cores.num_threads`.
+        threads: threads of one call; 0: one for a small transformer in 8 bits, where more are
+            slower, else see `cores.num_threads`.
 
     Raises:
         ConfigError: no such runtime; "onnx" or "onnx-int8" if the bundle has no graph or
@@ -210,7 +215,6 @@ def open_encoder(bundle: Any, runtime: Runtime = "auto", threads: int = 0) -> Qu
         raise ConfigError(
             "no such runtime", where="runtime", got=runtime, expected=", ".join(RUNTIMES)
         )
-    threads = num_threads(threads)
     about = bundle.about
     on_cpu = str(getattr(about, "device", "cpu")) == "cpu"
     if runtime != "torch" and (runtime != "auto" or on_cpu):
@@ -225,7 +229,7 @@ def open_encoder(bundle: Any, runtime: Runtime = "auto", threads: int = 0) -> Qu
             log.warning("queries are encoded by torch: %s", str(error).replace("\n", ";"))
     import torch
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(num_threads(threads))
     return ModelEncoder(bundle.model, bundle.words)
 
 
@@ -236,36 +240,20 @@ def _transformer_part(graph: Path, width: int, threads: int) -> Part:
     Raises:
         ConfigError: the graph is missing, or onnxruntime is not installed.
     """
-    try:
-        import onnxruntime  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise ConfigError(
-            f"onnxruntime cannot be used: {error}",
-            where="runtime",
-            fix="pip install 'unidec-xmc[serve]', or runtime: torch",
-        ) from error
     if not graph.is_file():
         raise ConfigError(
             "this bundle has no ONNX graph of its transformer",
             where=graph,
             fix="write the bundle again with this version (unidec index build), or runtime: torch",
         )
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    # errors only: its warnings are about shapes that it infers itself
-    options.log_severity_level = 3
-    for pool in ("intra_op", "inter_op"):  # threads that wait must not take cores from others
-        options.add_session_config_entry(f"session.{pool}.allow_spinning", "0")
-    # processors without VNNI add pairs of 8-bit products in 16 bits, which overflow; the exact
-    # product is slower
-    options.add_session_config_entry("session.x64quantprecision", "1")
-    session = onnxruntime.InferenceSession(
-        str(graph),
-        options,
-        providers=["CPUExecutionProvider"],
-        disabled_optimizers=["SkipLayerNormFusion"],  # the fused operator takes three times as long
-    )
+    try:
+        session = open_session(graph, threads)
+    except ImportError as error:
+        raise ConfigError(
+            f"onnxruntime cannot be used: {error}",
+            where="runtime",
+            fix="pip install 'unidec-xmc[serve]', or runtime: torch",
+        ) from error
 
     def encode(texts: Tokens) -> Floats:
         tokens = texts.for_transformer
