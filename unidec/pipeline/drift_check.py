@@ -129,12 +129,6 @@ def data_change(params: Params) -> DataChange:
                 "accepted": beside.accepted or "none",
                 "now": {"dataset_sha256": dataset.sha256},
             },
-            more={
-                "accepted": beside.accepted,
-                "stops": stops,
-                "warnings": warnings,
-                "dataset_sha256": dataset.sha256,
-            },
         ).write(folder)
     page = str(paths.CHANGE / PAGE)
     if stops:
@@ -290,7 +284,6 @@ def monitor(
             "data set sha256": old["sha256"],
             "metrics": metrics or {},
         },
-        more={"queries": total, "metrics": metrics, "model": model},
     )
     stem = Path(queries_path).name.partition(".")[0]
     name = f"{stem}-{_digest(file_sha256(queries_path), loaded.sha256)}"
