@@ -88,11 +88,6 @@ def test_what_is_served_by_hand() -> None:
     moved = (window.mean(0) - vectors.mean(0))[:6] / vectors.std(0)[:6]
     shift = np.sqrt(np.mean(moved**2))
     assert found["shift"].new == pytest.approx(shift, rel=1e-4)
-    expected = window.var(0).sum() / vectors.var(0).sum()
-    assert found["spread"].new == pytest.approx(expected, rel=1e-3)
-    assert found["low_score"].new == pytest.approx(
-        (answered < np.quantile(scores, 0.05)).mean(), abs=0.01
-    )
     assert found["score_distance"].new == pytest.approx(jensenshannon(*bins, base=2), abs=1e-4)
 
 
@@ -141,9 +136,9 @@ def test_embeddings_and_scores_quiet_and_found() -> None:
     rng = np.random.default_rng(0)
     mix = rng.normal(size=(20, 20)) / 4  # dimensions that go together
 
-    def draw(count: int, move: float = 0.0, scale: float = 1.0, score: float = 0.0) -> tuple:
+    def draw(count: int, move: float = 0.0, score: float = 0.0) -> tuple:
         z = rng.normal(size=(count, 20))
-        return (scale * z) @ mix + move * np.abs(mix).sum(0), z[:, 0] - score
+        return z @ mix + move * np.abs(mix).sum(0), z[:, 0] - score
 
     texts = {
         "queries": {"length": {"histogram": [1]}, "tokens": {"buckets": [1]}},
@@ -159,10 +154,9 @@ def test_embeddings_and_scores_quiet_and_found() -> None:
         )
 
     quiet = [states() for _ in range(50)]
-    assert sum(map(len, quiet)) <= 4, quiet  # of 200 checks
+    assert sum(map(len, quiet)) <= 3, quiet  # of 100 checks
     assert "shift" in states(move=0.6)
-    assert "spread" in states(scale=0.7)
-    assert {"score_distance", "low_score"} <= states(score=1.5)
+    assert "score_distance" in states(score=1.5)
 
 
 def test_a_later_data_set_within_and_beyond_its_bounds(profile: Figures) -> None:

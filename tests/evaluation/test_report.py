@@ -26,22 +26,6 @@ METRICS = (
     }
     | {"coverage@1": 12.5, "coverage@100": 44.0}
 )
-BINS = [
-    {
-        "bin": b,
-        "labels": 10 * b,
-        "train_pairs": 50,
-        "most": 9 - b,
-        "least": 8 - b,
-        "mean_frequency": 8.5,
-        "test_pairs": 5,
-        "P@5": 3.25,
-        "PSP@5": 1.0,
-        "recall@5": 50.0,
-        "coverage@5": 60.0,
-    }
-    for b in (1, 2)
-]
 BETTER = Comparison("model", "mix", "tail/R@10", 30.0, 20.0, 10.0, 4.25, 15.75, 0.0001, 0.0004, 99)
 HISTORY = [
     {
@@ -104,7 +88,6 @@ def _full(text: str = "some text") -> ReportInput:
         baseline_note=text,
         history=[*HISTORY, {"step": 901, f"lr_{text}": 1.0}],
         rounds=[{**r, "refresh": {**REFRESH, f"{text}_seconds": 1.0}} for r in ROUNDS],
-        bins=BINS,
         index={"recall@10": 99.5, text: text},
         fusion=FUSION | {"objective": text},
         calibration={
@@ -178,18 +161,16 @@ def test_all_parts_are_there():
         "both heads",
         "dual encoder alone",
         "tail (< 10 queries)",
-        "contributes to P@5",
-        "recall@5 within",
+        "R@10 within",
         "+12.2 points against some text",
-        "7 to 8",
         "peak memory, GiB",
         "1.25",
     ):
         assert text in page.words, text
-    # contributions, within bins, groups; validation, loss, rates, norm, two of pools; rounds; tail;
+    # groups; validation, loss, rates, norm, two of pools; rounds; tail;
     # calibration
     assert page.tags.count("svg") == page.tags.count("figure")
-    assert page.tags.count("figure") == 3 + 6 + 1 + 1 + 1
+    assert page.tags.count("figure") == 1 + 6 + 1 + 1 + 1
 
 
 @pytest.mark.parametrize("missing", [f.name for f in dataclasses.fields(ReportInput)])

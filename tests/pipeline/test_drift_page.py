@@ -40,6 +40,7 @@ def page(**changes: Any) -> Page:
         "new": {},
         "checks": CHECKS,
         "reason": "",
+        "facts": {},
     }
     with tempfile.TemporaryDirectory() as folder:
         Comparison(**(values | changes)).write(Path(folder))

@@ -39,20 +39,22 @@ Overrides = dict[str, Any]
 class DataEntry(Section):
     """A data set with a choice of text: one table of the comparison."""
 
-    path: str = Field(description="folder of raw files, relative to the working folder")
-    about: str = Field("", description="one line")
-    text: Literal["title", "title+content"] = Field(
-        "title", description="short-text or long-text task"
-    )
-    max_length: Annotated[int, Field(ge=3, le=8192)] = Field(
-        32, description="maximum tokens per text"
-    )
-    train: Count | None = Field(
-        None, description="use only the first N training queries, and their labels"
-    )
-    test: Count | None = Field(None, description="use only the first N test queries")
-    optional: bool = Field(False, description="skip this data set if its folder does not exist")
-    set: Overrides = Field({}, description="parameters for every recipe on this data set")
+    path: str
+    """folder of raw files, relative to the working folder"""
+    about: str = ""
+    """one line"""
+    text: Literal["title", "title+content"] = "title"
+    """short-text or long-text task"""
+    max_length: Annotated[int, Field(ge=3, le=8192)] = 32
+    """maximum tokens per text"""
+    train: Count | None = None
+    """use only the first N training queries, and their labels"""
+    test: Count | None = None
+    """use only the first N test queries"""
+    optional: bool = False
+    """skip this data set if its folder does not exist"""
+    set: Overrides = {}
+    """parameters for every recipe on this data set"""
 
 
 class CellEntry(Section):
@@ -60,23 +62,24 @@ class CellEntry(Section):
     peer.
     """
 
-    recipe: str | None = Field(None, description="a shipped recipe")
-    like: str | None = Field(None, description="a cell whose settings this one starts from")
-    model_of: str | None = Field(
-        None, description="a cell whose trained model this one serves with other index keys"
-    )
-    peer: str | None = Field(None, description="an external system")
-    after: str | None = Field(None, description="a cell from whose model this one starts")
-    about: str = Field("", description="one line")
-    set: Overrides = Field(
-        {}, description="parameters over those of the recipe, `common` and the data set"
-    )
-    ranges: Overrides | None = Field(
-        None, description="ranges of --tune, besides those of all cells"
-    )
-    seeds: Annotated[list[Seed], Field(min_length=1)] | None = Field(
-        None, description="replace the file's seeds"
-    )
+    recipe: str | None = None
+    """a shipped recipe"""
+    like: str | None = None
+    """a cell whose settings this one starts from"""
+    model_of: str | None = None
+    """a cell whose trained model this one serves with other index keys"""
+    peer: str | None = None
+    """an external system"""
+    after: str | None = None
+    """a cell from whose model this one starts"""
+    about: str = ""
+    """one line"""
+    set: Overrides = {}
+    """parameters over those of the recipe, `common` and the data set"""
+    ranges: Overrides | None = None
+    """ranges of --tune, besides those of all cells"""
+    seeds: Annotated[list[Seed], Field(min_length=1)] | None = None
+    """replace the file's seeds"""
 
 
 class TuningEntry(Section):
@@ -84,46 +87,48 @@ class TuningEntry(Section):
     the best is kept.
     """
 
-    data: str = Field(description="an entry of `data` that nothing else uses")
-    trials: Count = Field(description="trials of every recipe cell, the first of them as it is")
-    ranges: Overrides = Field(
-        description="ranges of every recipe cell; `lr` multiplies all learning rates"
-    )
-    file: str = Field(
-        description="YAML file of the chosen settings, relative to the working folder"
-    )
+    data: str
+    """an entry of `data` that nothing else uses"""
+    trials: Count
+    """trials of every recipe cell, the first of them as it is"""
+    ranges: Overrides
+    """ranges of every recipe cell; `lr` multiplies all learning rates"""
+    file: str
+    """YAML file of the chosen settings, relative to the working folder"""
 
 
 class GroupEntry(Section):
     """An ablation: a base cell, and cells that differ from it in one thing."""
 
-    base: str = Field(description="the cell that the others are compared with")
-    cells: list[str] = Field(description="the others, in order")
-    about: str = Field("", description="the paper's table that this reproduces")
+    base: str
+    """the cell that the others are compared with"""
+    cells: list[str]
+    """the others, in order"""
+    about: str = ""
+    """the paper's table that this reproduces"""
 
 
 class ComparisonFile(Section):
     """All of a comparison file."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")] = Field(
-        description="the folder under runs/compare"
-    )
-    title: str = Field("", description="heading of the report")
-    about: str = Field("", description="one line")
-    seeds: Annotated[list[Seed], Field(min_length=1)] = Field([0], description="one run per seed")
-    common: Overrides = Field(
-        {}, description="parameters for every recipe and, where they apply, every peer"
-    )
-    data: Annotated[dict[Name, DataEntry], Field(min_length=1)] = Field(
-        description="data sets by name"
-    )
-    cells: Annotated[dict[Name, CellEntry], Field(min_length=1)] = Field(
-        description="systems by name"
-    )
-    groups: dict[str, GroupEntry] = Field({}, description="ablations by title")
-    tuning: TuningEntry | None = Field(
-        None, description="the same number of trials for every recipe cell"
-    )
+    name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]
+    """the folder under runs/compare"""
+    title: str = ""
+    """heading of the report"""
+    about: str = ""
+    """one line"""
+    seeds: Annotated[list[Seed], Field(min_length=1)] = [0]
+    """one run per seed"""
+    common: Overrides = {}
+    """parameters for every recipe and, where they apply, every peer"""
+    data: Annotated[dict[Name, DataEntry], Field(min_length=1)]
+    """data sets by name"""
+    cells: Annotated[dict[Name, CellEntry], Field(min_length=1)]
+    """systems by name"""
+    groups: dict[str, GroupEntry] = {}
+    """ablations by title"""
+    tuning: TuningEntry | None = None
+    """the same number of trials for every recipe cell"""
 
 
 def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str]]:

@@ -15,13 +15,13 @@ from unidec.config.section import (
     Conflict,
     Count,
     CountOrZero,
+    Decides,
     NonNegative,
     Positive,
     Result,
     Section,
     Seed,
     Share,
-    key,
 )
 
 Severity = Literal["error", "warn", "off"]
@@ -33,45 +33,35 @@ class Data(Section):
     decides: ClassVar[tuple[Result, ...]] = ("data",)
 
     # the files decide, not their place
-    path: str = key("data/raw/lf-debian", "folder with the raw files", "operation")
-    format: Literal["auto", "xmc-json", "xmc-text", "pecos", "beir", "tables"] = key(
-        "auto", "layout of the raw files (docs/data.md); auto: recognised by the file names"
-    )
-    validation_share: Annotated[float, Field(ge=0, lt=0.5)] = key(
-        0.05,
-        "share of the training queries held out for validation, if the data has no "
-        "validation split",
-    )
-    validation_sample: CountOrZero = key(
-        0, "training queries to compute metrics on if there is no validation split", "evaluation"
-    )
-    test_share: Annotated[float, Field(ge=0, lt=0.9)] = key(
-        0.2, "share of queries to test on, if no split is given"
-    )
-    split_seed: Seed = key(0, "random seed of the validation and test splits")
-    propensity_a: Positive = key(
-        0.55,
-        "constant A of the inverse propensities (Jain et al. 2016), set per data set",
-        "propensity",
-    )
-    propensity_b: NonNegative = key(
-        1.5, "constant B of the inverse propensities, set per data set", "propensity"
-    )
+    path: Annotated[str, Decides("operation")] = "data/raw/lf-debian"
+    """folder with the raw files"""
+    format: Literal["auto", "xmc-json", "xmc-text", "pecos", "beir", "tables"] = "auto"
+    """layout of the raw files (docs/data.md); auto: recognised by the file names"""
+    validation_share: Annotated[float, Field(ge=0, lt=0.5)] = 0.05
+    """share of the training queries held out for validation, if the data has no validation split"""
+    validation_sample: Annotated[CountOrZero, Decides("evaluation")] = 0
+    """training queries to compute metrics on if there is no validation split"""
+    test_share: Annotated[float, Field(ge=0, lt=0.9)] = 0.2
+    """share of queries to test on, if no split is given"""
+    split_seed: Seed = 0
+    """random seed of the validation and test splits"""
+    propensity_a: Annotated[Positive, Decides("propensity")] = 0.55
+    """constant A of the inverse propensities (Jain et al. 2016), set per data set"""
+    propensity_b: Annotated[NonNegative, Decides("propensity")] = 1.5
+    """constant B of the inverse propensities, set per data set"""
 
 
 class RawBounds(Section):
     """Limits of raw files and other tables, and how quotes in them are read."""
 
-    quotes: Literal["auto", "yes", "no"] = key(
-        "auto", "quotes enclose fields of .csv and .tsv files (docs/data.md)", "data"
-    )
-    max_row_bytes: Annotated[int, Field(ge=1000, le=2**30)] = key(
-        16 << 20, "maximum bytes per line or CSV row"
-    )
-    max_text_chars: Count = key(1_000_000, "maximum characters per title or content")
-    max_unpack_ratio: Count = key(
-        50, "maximum unpacked size as a multiple of the file's size; 64 MB always allowed"
-    )
+    quotes: Annotated[Literal["auto", "yes", "no"], Decides("data")] = "auto"
+    """quotes enclose fields of .csv and .tsv files (docs/data.md)"""
+    max_row_bytes: Annotated[int, Field(ge=1000, le=2**30)] = 16 << 20
+    """maximum bytes per line or CSV row"""
+    max_text_chars: Count = 1_000_000
+    """maximum characters per title or content"""
+    max_unpack_ratio: Count = 50
+    """maximum unpacked size as a multiple of the file's size; 64 MB always allowed"""
 
 
 _LIMIT = re.compile(r"((0(\.\d+)?|1(\.0+)?) )?(error|warn|off)")
@@ -101,27 +91,20 @@ class Validation(Section):
 
     decides: ClassVar[tuple[Result, ...]] = ("checks",)
 
-    empty_texts: LimitText = key(
-        "0.01 error", "allowed share of queries, and of labels, with an empty text"
-    )
-    test_texts_in_train: LimitText = key(
-        "0.01 error", "allowed share of test queries whose text is also a training query's"
-    )
-    queries_without_positives: LimitText = key(
-        "0.5 error", "allowed share of queries without positives"
-    )
-    labels_without_training_points: LimitText = key(
-        "0.5 error", "allowed share of labels without training queries"
-    )
-    label_texts_given_twice: LimitText = key(
-        "0.2 error", "allowed share of labels with the text, or the tokens, of another label"
-    )
-    unknown_tokens: LimitText = key(
-        "0.1 error", "allowed share of a text's tokens that the tokenizer does not know, on average"
-    )
-    filtered_positives: LimitText = key(
-        "0.01 warn", "allowed share of positives that are also filter pairs"
-    )
+    empty_texts: LimitText = "0.01 error"
+    """allowed share of queries, and of labels, with an empty text"""
+    test_texts_in_train: LimitText = "0.01 error"
+    """allowed share of test queries whose text is also a training query's"""
+    queries_without_positives: LimitText = "0.5 error"
+    """allowed share of queries without positives"""
+    labels_without_training_points: LimitText = "0.5 error"
+    """allowed share of labels without training queries"""
+    label_texts_given_twice: LimitText = "0.2 error"
+    """allowed share of labels with the text, or the tokens, of another label"""
+    unknown_tokens: LimitText = "0.1 error"
+    """allowed share of a text's tokens that the tokenizer does not know, on average"""
+    filtered_positives: LimitText = "0.01 warn"
+    """allowed share of positives that are also filter pairs"""
 
     def limit(self, name: str) -> Limit:
         """The limit of one of these keys."""
@@ -136,13 +119,10 @@ class Tokens(Section):
 
     decides: ClassVar[tuple[Result, ...]] = ("checks", "tokens")
 
-    text: Literal["title", "title+content"] = key(
-        "title", "fields of each query and label that the model reads"
-    )
-    max_length: Annotated[int, Field(ge=3, le=8192)] = key(
-        32,
-        "maximum tokens per text, special ones included; at most what the encoder reads",
-    )
+    text: Literal["title", "title+content"] = "title"
+    """fields of each query and label that the model reads"""
+    max_length: Annotated[int, Field(ge=3, le=8192)] = 32
+    """maximum tokens per text, special ones included; at most what the encoder reads"""
 
 
 class LabelGraph(Section):
@@ -150,18 +130,15 @@ class LabelGraph(Section):
 
     decides: ClassVar[tuple[Result, ...]] = ("label_graph",)
 
-    kind: Literal["cooccurrence", "random-walk", "glas", "self"] = key(
-        "cooccurrence",
-        "soft targets by shared queries, by random walks, symmetric (GLaS), or the label "
-        "itself only",
-    )
-    threshold: Share = key(0.1, "delta: soft targets up to this value are set to 0")
-    share: Annotated[float, Field(gt=0, le=1)] = key(
-        1.0, "share of the labels whose text is used as a query"
-    )
-    tail_first: bool = key(
-        False, "if label_graph.share is below 1: use the rarest labels instead of random ones"
-    )
+    kind: Literal["cooccurrence", "random-walk", "glas", "self"] = "cooccurrence"
+    """soft targets by shared queries, by random walks, symmetric (GLaS), or the label itself only
+    """
+    threshold: Share = 0.1
+    """delta: soft targets up to this value are set to 0"""
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """share of the labels whose text is used as a query"""
+    tail_first: bool = False
+    """if label_graph.share is below 1: use the rarest labels instead of random ones"""
 
 
 class Source(Section):
@@ -169,23 +146,21 @@ class Source(Section):
     never stored.
     """
 
-    kind: Literal["none", "folder", "files", "dvc"] = key(
-        "none", "origin of new raw data; none: keep what is there"
-    )
-    path: str = key(
-        "",
-        "kind folder: its path; kind dvc: the DVC target, such as data/raw/mine or "
-        "data/raw/mine.dvc",
-    )
-    queries: str = key("", "kind files: path of the table of queries (csv, tsv, parquet, jsonl)")
-    labels: str = key("", "kind files: path of the table of labels")
-    pairs: str = key("", "kind files: path of the table of pairs")
-    revision: str = key(
-        "", "kind dvc: git revision of an imported target; empty: the one that the import names"
-    )
-    secrets: dict[str, str] = key(
-        {}, "Prefect Secret block for each environment variable of DVC's processes"
-    )
+    kind: Literal["none", "folder", "files", "dvc"] = "none"
+    """origin of new raw data; none: keep what is there"""
+    path: str = ""
+    """kind folder: its path; kind dvc: the DVC target, such as data/raw/mine or data/raw/mine.dvc
+    """
+    queries: str = ""
+    """kind files: path of the table of queries (csv, tsv, parquet, jsonl)"""
+    labels: str = ""
+    """kind files: path of the table of labels"""
+    pairs: str = ""
+    """kind files: path of the table of pairs"""
+    revision: str = ""
+    """kind dvc: git revision of an imported target; empty: the one that the import names"""
+    secrets: dict[str, str] = {}
+    """Prefect Secret block for each environment variable of DVC's processes"""
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.kind in ("folder", "dvc") and not self.path:

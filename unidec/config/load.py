@@ -408,8 +408,8 @@ def describe() -> Iterator[tuple[str, str, str, str]]:
         if section:
             reference = schema["properties"][section]["$ref"]
             group = schema["$defs"][reference.rpartition("/")[2]]
-        entry = group["properties"][name]
-        yield key, json.dumps(default), _takes(entry), entry.get("description", "")
+        about = (_section(section) or Params).described()
+        yield key, json.dumps(default), _takes(group["properties"][name]), about[name]
 
 
 def _takes(entry: dict[str, Any]) -> str:

@@ -16,7 +16,6 @@ from unidec.config.section import (
     Result,
     Section,
     Share,
-    key,
 )
 
 
@@ -25,50 +24,42 @@ class Optim(Section):
 
     decides: ClassVar[tuple[Result, ...]] = ("training",)
 
-    epochs: Count = key(20, "passes over the training queries")
-    lr_encoder: Positive = key(1e-4, "learning rate of the transformer")
-    lr_bag: Positive = key(1e-3, "learning rate of the bag of tokens")
-    lr_heads: Positive = key(2e-4, "learning rate of both heads")
-    lr_clf: NonNegative = key(
-        1e-3, "learning rate of the classifier's rows; 0: they are not trained"
-    )
-    clf_state: Literal["adam", "adagrad", "sgd", "momentum", "adamw"] = key(
-        "adam",
-        "optimiser of the classifier's rows; adamw updates all rows in each step, the others "
-        "only the pool's",
-    )
-    clf_decay: NonNegative = key(
-        0.0, "weight decay of the classifier's rows; with adamw and momentum only"
-    )
-    warmup_epochs: NonNegative = key(
-        1.0, "epochs of linear warm-up of the learning rates, before their decay"
-    )
-    decay: Literal["cosine", "linear"] = key(
-        "cosine", "how the learning rates fall to 0 after the warm-up, without patience"
-    )
-    adam_eps: Positive = key(
-        1e-8, "epsilon of AdamW, which trains transformer and heads; published code often has 1e-6"
-    )
-    patience: CountOrZero = key(
-        0,
-        "early stopping: rounds without a better validation nDCG@5 before one last round; 0: "
-        "train all epochs",
-    )
-    budget_minutes: NonNegative = key(
-        0.0, "with patience: time limit in processor minutes (GPU: wall-clock); 0: none"
-    )
-    weight_decay: NonNegative = key(
-        0.05, "weight decay of the weight matrices of the transformer and the heads"
-    )
-    clip_norm: NonNegative = key(
-        1.0, "maximum gradient norm; larger gradients are scaled down to it; 0: no limit"
-    )
-    encode_chunk: CountOrZero = key(
-        0, "texts encoded at once, with cached gradients to save memory; 0: all texts"
-    )
-    precision: Literal["auto", "fp32", "bf16"] = key(
-        "auto", "number type of training; auto: bf16 where it is faster"
-    )
+    epochs: Count = 20
+    """passes over the training queries"""
+    lr_encoder: Positive = 1e-4
+    """learning rate of the transformer"""
+    lr_bag: Positive = 1e-3
+    """learning rate of the bag of tokens"""
+    lr_heads: Positive = 2e-4
+    """learning rate of both heads"""
+    lr_clf: NonNegative = 1e-3
+    """learning rate of the classifier's rows; 0: they are not trained"""
+    clf_state: Literal["adam", "adagrad", "sgd", "momentum", "adamw"] = "adam"
+    """optimiser of the classifier's rows; adamw updates all rows in each step, the others only the
+    pool's
+    """
+    clf_decay: NonNegative = 0.0
+    """weight decay of the classifier's rows; with adamw and momentum only"""
+    warmup_epochs: NonNegative = 1.0
+    """epochs of linear warm-up of the learning rates, before their decay"""
+    decay: Literal["cosine", "linear"] = "cosine"
+    """how the learning rates fall to 0 after the warm-up, without patience"""
+    adam_eps: Positive = 1e-8
+    """epsilon of AdamW, which trains transformer and heads; published code often has 1e-6"""
+    patience: CountOrZero = 0
+    """early stopping: rounds without a better validation nDCG@5 before one last round; 0: train all
+    epochs
+    """
+    budget_minutes: NonNegative = 0.0
+    """with patience: time limit in processor minutes (GPU: wall-clock); 0: none"""
+    weight_decay: NonNegative = 0.05
+    """weight decay of the weight matrices of the transformer and the heads"""
+    clip_norm: NonNegative = 1.0
+    """maximum gradient norm; larger gradients are scaled down to it; 0: no limit"""
+    encode_chunk: CountOrZero = 0
+    """texts encoded at once, with cached gradients to save memory; 0: all texts"""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """number type of training; auto: bf16 where it is faster"""
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.warmup_epochs > self.epochs:
@@ -96,15 +87,14 @@ class Warm(Section):
 
     decides: ClassVar[tuple[Result, ...]] = ("training",)
 
-    epochs: Count = key(4, "passes over the training queries, instead of optim.epochs")
-    lr_scale: Positive = key(0.7, "factor for every learning rate")
-    warmup_epochs: NonNegative = key(
-        0.25, "epochs of linear warm-up, instead of optim.warmup_epochs"
-    )
-    keep: Share = key(
-        0.25,
-        "weight of the earlier model's classifier row; the label text's embedding has the rest",
-    )
+    epochs: Count = 4
+    """passes over the training queries, instead of optim.epochs"""
+    lr_scale: Positive = 0.7
+    """factor for every learning rate"""
+    warmup_epochs: NonNegative = 0.25
+    """epochs of linear warm-up, instead of optim.warmup_epochs"""
+    keep: Share = 0.25
+    """weight of the earlier model's classifier row; the label text's embedding has the rest"""
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.warmup_epochs > self.epochs:
@@ -120,34 +110,25 @@ class Run(Section):
     more than rounding.
     """
 
-    devices: Count = key(
-        1, "number of training processes, one per GPU (more than 1: started by torchrun)"
-    )
-    restarts: CountOrZero = key(
-        0, "how often training restarts from the newest checkpoint after a process died"
-    )
-    table_place: Literal["device", "host", "disk"] = key(
-        "device", "where classifier rows and optimiser state are kept"
-    )
-    checkpoint_minutes: NonNegative = key(
-        5.0, "minutes between checkpoints in a round; 0: only at its end"
-    )
-    checkpoint_steps: CountOrZero = key(
-        0, "steps between checkpoints within a round; 0: by time only"
-    )
-    recompute: bool = key(
-        False, "recompute activations in the backward pass: less memory, a third more computation"
-    )
-    compile: bool | Literal["auto"] = key(
-        "auto",
-        "torch.compile of the transformer: a minute or two at the start, faster steps on a GPU; "
-        "auto: on a GPU for trainings of at least 10,000 steps, if it works there",
-    )
-    deterministic: bool = key(
-        False,
-        "on a GPU too, refuse operations that add up in any order: the same bits each time, on one "
-        "machine with the same number of threads",
-    )
-    check_memory: bool = key(
-        True, "refuse to start a training that needs too much memory (`unidec plan`)"
-    )
+    devices: Count = 1
+    """number of training processes, one per GPU (more than 1: started by torchrun)"""
+    restarts: CountOrZero = 0
+    """how often training restarts from the newest checkpoint after a process died"""
+    table_place: Literal["device", "host", "disk"] = "device"
+    """where classifier rows and optimiser state are kept"""
+    checkpoint_minutes: NonNegative = 5.0
+    """minutes between checkpoints in a round; 0: only at its end"""
+    checkpoint_steps: CountOrZero = 0
+    """steps between checkpoints within a round; 0: by time only"""
+    recompute: bool = False
+    """recompute activations in the backward pass: less memory, a third more computation"""
+    compile: bool | Literal["auto"] = "auto"
+    """torch.compile of the transformer: a minute or two at the start, faster steps on a GPU; auto:
+    on a GPU for trainings of at least 10,000 steps, if it works there
+    """
+    deterministic: bool = False
+    """on a GPU too, refuse operations that add up in any order: the same bits each time, on one
+    machine with the same number of threads
+    """
+    check_memory: bool = True
+    """refuse to start a training that needs too much memory (`unidec plan`)"""

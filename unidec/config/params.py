@@ -10,11 +10,11 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from unidec.config.data_sections import Data, LabelGraph, RawBounds, Source, Tokens, Validation
 from unidec.config.optim_sections import Optim, Run, Warm
-from unidec.config.section import Conflict, Result, Section, Seed, key
+from unidec.config.section import Conflict, Decides, Result, Section, Seed
 from unidec.config.serving_sections import Drift, Gate, Index, Retrain, Serve, Tracking
 from unidec.config.training_sections import (
     Encoder,
@@ -56,13 +56,12 @@ class TrainingSettings:
 class Params(Section):
     """All of params.yaml."""
 
-    recipe: str | None = key(
-        None, "name of a shipped recipe (unidec/recipes); keys set here override it"
-    )
-    seed: Seed = key(0, "random seed of training", "training", "index")
-    device: Literal["auto", "cpu", "cuda"] = key(
-        "auto", "where to train; auto: a GPU if there is one"
-    )
+    recipe: str | None = None
+    """name of a shipped recipe (unidec/recipes); keys set here override it"""
+    seed: Annotated[Seed, Decides("training", "index")] = 0
+    """random seed of training"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where to train; auto: a GPU if there is one"""
     data: Data = Data()
     raw: RawBounds = RawBounds()
     validation: Validation = Validation()

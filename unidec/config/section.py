@@ -1,10 +1,14 @@
-"""What a section of params.yaml consists of: keys with type, bounds, default, description and the
-results that they decide, and conflicts of values."""
+"""What a section of params.yaml consists of: keys with type, bounds, default, the results that they
+decide, and in a docstring below each its description; and conflicts of values."""
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
+import itertools
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -31,15 +35,11 @@ the token caches, propensities of labels, label graph, trained model, bundle, me
 and how something runs ("operation"). """
 
 
-def key(default: Any, description: str, *decides: Result) -> Any:
-    """A parameter's default, its description and the results that it decides, if not those of its
-    section.
-    """
-    return Field(
-        default,
-        description=description,
-        json_schema_extra={"decides": list(decides)} if decides else None,
-    )
+class Decides:
+    """In the type of a key: the results that it decides, if not those of its section."""
+
+    def __init__(self, *results: Result) -> None:
+        self.results = results
 
 
 class Conflict(NamedTuple):
@@ -76,13 +76,29 @@ class Section(BaseModel):
         """The results that each key decides, by its path."""
         found: dict[str, tuple[Result, ...]] = {}
         for name, field in cls.model_fields.items():
-            own = field.json_schema_extra  # of `key`
             if isinstance(field.default, Section):
                 found |= field.default.decided(f"{name}.")
-            elif isinstance(own, dict):
-                found[prefix + name] = tuple(cast("list[Result]", own["decides"]))
-            else:
-                found[prefix + name] = cls.decides
+                continue
+            found[prefix + name] = cls.decides
+            for part in field.metadata:
+                if isinstance(part, Decides):
+                    found[prefix + name] = part.results
+        return found
+
+    @classmethod
+    @functools.cache
+    def described(cls) -> dict[str, str]:
+        """The description of each key that is not a section: the docstring below it."""
+        tree = ast.parse(inspect.getsource(cls)).body[0]
+        assert isinstance(tree, ast.ClassDef)
+        found = {}
+        for field, text in itertools.pairwise(tree.body):
+            match field, text:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(about))),
+                ):
+                    found[name] = " ".join(about.split())
         return found
 
     def conflicts(self) -> Iterator[Conflict]:

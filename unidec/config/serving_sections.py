@@ -19,7 +19,6 @@ from unidec.config.section import (
     Positive,
     Result,
     Section,
-    key,
 )
 from unidec.errors import ConfigError
 from unidec.metric_names import metric_names
@@ -42,41 +41,34 @@ class Index(Section):
 
     decides: ClassVar[tuple[Result, ...]] = ("index",)
 
-    factory: str = key(
-        "Flat",
-        'faiss factory string: Flat (exact), PQx4, HNSW32 or "IVF,PQx4" (docs/bundles.md); '
-        "`unidec index tune` measures recall and speed",
-    )
-    search: str = key(
-        "",
-        'faiss search settings, such as "nprobe=32,k_factor_rf=8" or efSearch=200; those left '
-        "out are chosen",
-    )
-    space: Literal["both", "de", "clf"] = key("both", "which head's vectors are searched")
-    clf_weight: Positive | Literal["auto"] = key(
-        1.0, "weight of the classifier's score; auto: tuned on validation"
-    )
-    clf_normalize: bool = key(
-        True, "true: the classifier's cosine (the paper); false: its raw score"
-    )
-    knn_weight: NonNegative | Literal["auto"] = key(
-        0.0, "weight of votes of similar training queries; 0: no votes"
-    )
-    knn_neighbours: Count = key(100, "number of most similar training queries that vote")
-    knn_by: Literal["model", "words"] = key(
-        "model", "similarity of queries: model vectors, or TF-IDF of words"
-    )
-    knn_head: CountOrZero = key(
-        0, "with fusion: first tokens of a text (title) also compared separately; 0: none"
-    )
-    fusion: bool = key(
-        False,
-        "rank by a small network, trained on the validation split and used if better; "
-        "requires both heads",
-    )
-    objective: Literal["nDCG@5", "P@1", "PSP@5", "R@100"] = key(
-        "nDCG@5", "validation metric that tuning maximises"
-    )
+    factory: str = "Flat"
+    """faiss factory string: Flat (exact), PQx4, HNSW32 or "IVF,PQx4" (docs/bundles.md); `unidec
+    index tune` measures recall and speed
+    """
+    search: str = ""
+    """faiss search settings, such as "nprobe=32,k_factor_rf=8" or efSearch=200; those left out are
+    chosen
+    """
+    space: Literal["both", "de", "clf"] = "both"
+    """which head's vectors are searched"""
+    clf_weight: Positive | Literal["auto"] = 1.0
+    """weight of the classifier's score; auto: tuned on validation"""
+    clf_normalize: bool = True
+    """true: the classifier's cosine (the paper); false: its raw score"""
+    knn_weight: NonNegative | Literal["auto"] = 0.0
+    """weight of votes of similar training queries; 0: no votes"""
+    knn_neighbours: Count = 100
+    """number of most similar training queries that vote"""
+    knn_by: Literal["model", "words"] = "model"
+    """similarity of queries: model vectors, or TF-IDF of words"""
+    knn_head: CountOrZero = 0
+    """with fusion: first tokens of a text (title) also compared separately; 0: none"""
+    fusion: bool = False
+    """rank by a small network, trained on the validation split and used if better; requires both
+    heads
+    """
+    objective: Literal["nDCG@5", "P@1", "PSP@5", "R@100"] = "nDCG@5"
+    """validation metric that tuning maximises"""
 
     def conflicts(self) -> Iterator[Conflict]:
         try:
@@ -103,17 +95,16 @@ class Index(Section):
 class Retrain(Section):
     """Which model a retraining starts from, and what it does after training."""
 
-    start: Literal["auto", "warm", "cold"] = key(
-        "auto", "warm: the champion; cold: from scratch; auto: see cold_every"
-    )
-    cold_every: CountOrZero = key(
-        10, "start auto: warm starts in a row before a cold one; 0: only the first is cold"
-    )
-    promote: bool = key(True, "promote a challenger that passes the gate")
-    push: bool = key(False, "run `dvc push` at the end")
-    commit: Literal["none", "commit", "tag"] = key(
-        "none", "commit dvc.lock and metrics to git; tag: also tag them"
-    )
+    start: Literal["auto", "warm", "cold"] = "auto"
+    """warm: the champion; cold: from scratch; auto: see cold_every"""
+    cold_every: CountOrZero = 10
+    """start auto: warm starts in a row before a cold one; 0: only the first is cold"""
+    promote: bool = True
+    """promote a challenger that passes the gate"""
+    push: bool = False
+    """run `dvc push` at the end"""
+    commit: Literal["none", "commit", "tag"] = "none"
+    """commit dvc.lock and metrics to git; tag: also tag them"""
 
 
 class Bound(NamedTuple):
@@ -147,36 +138,32 @@ SizeBound = Annotated[str, _in_unit("MB")]
 class Gate(Section):
     """Requirements that a challenger must meet to become champion, on the test split."""
 
-    metric: Metric = key("nDCG@5", "metric in which the challenger must lead")
-    margin: float = key(0.0, "required lead over the champion, in percentage points")
-    confidence: BelowOne = key(
-        0.9, "required confidence of that lead, by a paired bootstrap; 0: not required"
-    )
-    tolerance: NonNegative = key(
-        0.5, "maximum loss in each metric of gate.guarded, in percentage points"
-    )
-    guarded: list[Metric] = key(
-        ["P@1", "PSP@5", "tail/R@10", "coverage@5"], "metrics to which gate.tolerance applies"
-    )
-    max_load: LoadBound = key(
-        "2x",
-        "maximum time until a fresh process answers: processor time as a multiple of the "
-        "champion's (2x), seconds (60 s), both (2x, 60 s), or off",
-    )
-    max_latency: LatencyBound = key(
-        "2x",
-        "maximum p95 of single queries: processor time as a multiple of the champion's (2x), "
-        "latency (30 ms), both (2x, 30 ms), or off",
-    )
-    max_size: SizeBound = key(
-        "1.5x",
-        "maximum size of the bundle: as a multiple of the champion's (1.5x), on disk (900 MB), "
-        "both (1.5x, 900 MB), or off",
-    )
-    probes: Count = key(64, "number of queries that a fresh process must answer")
-    allow_dirty: bool = key(
-        False, "also promote versions of which git does not say that all changes were committed"
-    )
+    metric: Metric = "nDCG@5"
+    """metric in which the challenger must lead"""
+    margin: float = 0.0
+    """required lead over the champion, in percentage points"""
+    confidence: BelowOne = 0.9
+    """required confidence of that lead, by a paired bootstrap; 0: not required"""
+    tolerance: NonNegative = 0.5
+    """maximum loss in each metric of gate.guarded, in percentage points"""
+    guarded: list[Metric] = ["P@1", "PSP@5", "tail/R@10", "coverage@5"]
+    """metrics to which gate.tolerance applies"""
+    max_load: LoadBound = "2x"
+    """maximum time until a fresh process answers: processor time as a multiple of the champion's
+    (2x), seconds (60 s), both (2x, 60 s), or off
+    """
+    max_latency: LatencyBound = "2x"
+    """maximum p95 of single queries: processor time as a multiple of the champion's (2x), latency
+    (30 ms), both (2x, 30 ms), or off
+    """
+    max_size: SizeBound = "1.5x"
+    """maximum size of the bundle: as a multiple of the champion's (1.5x), on disk (900 MB), both
+    (1.5x, 900 MB), or off
+    """
+    probes: Count = 64
+    """number of queries that a fresh process must answer"""
+    allow_dirty: bool = False
+    """also promote versions of which git does not say that all changes were committed"""
 
     def bound(self, name: str) -> Bound:
         """The bound of one of the keys `max_...`."""
@@ -202,78 +189,68 @@ class Drift(Section):
     trained on.
     """
 
-    warn: NonNegative = key(
-        0.1,
-        "largest change without a warning: relative, of a count, a length or a share; the "
-        "Jensen-Shannon distance of two distributions",
-    )
-    stop: NonNegative = key(0.5, "largest such change that does not stop a retraining")
-    min_window: Count = key(
-        200, "minimum number of queries in a window; smaller windows are not checked"
-    )
+    warn: NonNegative = 0.1
+    """largest change without a warning: relative, of a count, a length or a share; the
+    Jensen-Shannon distance of two distributions
+    """
+    stop: NonNegative = 0.5
+    """largest such change that does not stop a retraining"""
+    min_window: Count = 200
+    """minimum number of queries in a window; smaller windows are not checked"""
 
 
 class Serve(Section):
     """Address, limits and behaviour of `unidec serve`."""
 
-    host: str = key("127.0.0.1", "address to listen on; 0.0.0.0: all, then set an API key")
-    port: Annotated[int, Field(ge=0, le=65535)] = key(8080, "port to listen on; 0: any free one")
-    hosts: list[str] = key(
-        [],
-        "accepted names in the Host header, besides IP addresses and localhost; empty: no "
-        "further names when listening on 127.0.0.1 without an API key, otherwise any",
-    )
-    max_body_bytes: Count = key(1_000_000, "maximum size of a request body, in bytes")
-    max_queries: Count = key(256, "maximum queries per request")
-    max_query_chars: Count = key(8000, "maximum characters per query")
-    max_k: Count = key(100, "maximum labels per query")
-    max_filter_labels: Count = key(
-        10_000, "maximum length of a request's list of allowed or denied labels"
-    )
-    max_connections: Count = key(
-        1024, "maximum requests in progress; further ones are answered with 503 and Retry-After"
-    )
-    queue_queries: Count = key(
-        1024, "maximum queries in the queue; further ones are answered with 503 and Retry-After"
-    )
-    timeout_seconds: Positive = key(
-        5.0, "maximum time that a request waits; then it is answered with 503"
-    )
-    batch_queries: Count = key(32, "maximum queries that the model answers in one batch")
-    batch_wait_ms: NonNegative = key(
-        0.0,
-        "how long an idle model waits for more queries after a batch of several; a single "
-        "query never waits. With 0, "
-        "queries gather only while the model is busy, which is as fast on a CPU; on a GPU 1 "
-        "or 2 may be faster",
-    )
-    runtime: Literal["auto", "torch", "onnx", "onnx-int8"] = key(
-        "auto",
-        "runtime of the query encoder; auto: the fastest without loss of quality (docs/serving.md)",
-    )
-    threads: CountOrZero = key(
-        0, "threads of encoder and search; 0: all of the machine, where more are faster"
-    )
-    cache_queries: CountOrZero = key(
-        10_000, "number of answers cached for repeated queries; 0: none"
-    )
-    follow_seconds: NonNegative = key(
-        10.0, "seconds between polls of the model alias in the registry; 0: no polling"
-    )
-    keep_previous: bool = key(
-        True, "keep the previous model in memory, so that a rollback takes effect at once"
-    )
-    api_key_env: str = key(
-        "UNIDEC_API_KEY", "environment variable that holds the API key; unset: no key required"
-    )
-    feedback: Annotated[str, Field(pattern=r"(^|\.jsonl)$")] = key(
-        "",
-        "file (.jsonl) to which the page's buttons `relevant` and `not relevant` append; "
-        "empty: no buttons",
-    )
-    feedback_bytes: Count = key(
-        10_000_000, "maximum size of that file in bytes; beyond it, feedback is rejected"
-    )
+    host: str = "127.0.0.1"
+    """address to listen on; 0.0.0.0: all, then set an API key"""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    """port to listen on; 0: any free one"""
+    hosts: list[str] = []
+    """accepted names in the Host header, besides IP addresses and localhost; empty: no further
+    names when listening on 127.0.0.1 without an API key, otherwise any
+    """
+    max_body_bytes: Count = 1_000_000
+    """maximum size of a request body, in bytes"""
+    max_queries: Count = 256
+    """maximum queries per request"""
+    max_query_chars: Count = 8000
+    """maximum characters per query"""
+    max_k: Count = 100
+    """maximum labels per query"""
+    max_filter_labels: Count = 10_000
+    """maximum length of a request's list of allowed or denied labels"""
+    max_connections: Count = 1024
+    """maximum requests in progress; further ones are answered with 503 and Retry-After"""
+    queue_queries: Count = 1024
+    """maximum queries in the queue; further ones are answered with 503 and Retry-After"""
+    timeout_seconds: Positive = 5.0
+    """maximum time that a request waits; then it is answered with 503"""
+    batch_queries: Count = 32
+    """maximum queries that the model answers in one batch"""
+    batch_wait_ms: NonNegative = 0.0
+    """how long an idle model waits for more queries after a batch of several; a single query never
+    waits. With 0, queries gather only while the model is busy, which is as fast on a CPU; on a GPU
+    1 or 2 may be faster
+    """
+    runtime: Literal["auto", "torch", "onnx", "onnx-int8"] = "auto"
+    """runtime of the query encoder; auto: the fastest without loss of quality (docs/serving.md)"""
+    threads: CountOrZero = 0
+    """threads of encoder and search; 0: all of the machine, where more are faster"""
+    cache_queries: CountOrZero = 10_000
+    """number of answers cached for repeated queries; 0: none"""
+    follow_seconds: NonNegative = 10.0
+    """seconds between polls of the model alias in the registry; 0: no polling"""
+    keep_previous: bool = True
+    """keep the previous model in memory, so that a rollback takes effect at once"""
+    api_key_env: str = "UNIDEC_API_KEY"
+    """environment variable that holds the API key; unset: no key required"""
+    feedback: Annotated[str, Field(pattern=r"(^|\.jsonl)$")] = ""
+    """file (.jsonl) to which the page's buttons `relevant` and `not relevant` append; empty: no
+    buttons
+    """
+    feedback_bytes: Count = 10_000_000
+    """maximum size of that file in bytes; beyond it, feedback is rejected"""
 
 
 class Tracking(Section):
@@ -281,9 +258,7 @@ class Tracking(Section):
     tracking server.
     """
 
-    experiment: Annotated[str, Field(pattern=r"^\S(.*\S)?$")] = key(
-        "unidec", "name of the MLflow experiment"
-    )
-    model_name: Annotated[str, Field(pattern=r"^\w([\w. -]*\w)?$")] = key(
-        "unidec", "name of the registered model"
-    )
+    experiment: Annotated[str, Field(pattern=r"^\S(.*\S)?$")] = "unidec"
+    """name of the MLflow experiment"""
+    model_name: Annotated[str, Field(pattern=r"^\w([\w. -]*\w)?$")] = "unidec"
+    """name of the registered model"""

@@ -13,12 +13,12 @@ from unidec.config.section import (
     Conflict,
     Count,
     CountOrZero,
+    Decides,
     NonNegative,
     Positive,
     Result,
     Section,
     Share,
-    key,
 )
 
 Mining = Literal["auto", "exact", "faiss"]
@@ -49,66 +49,40 @@ class Encoder(Section):
 
     decides: ClassVar[tuple[Result, ...]] = ("training",)
 
-    name: str = key(
-        "all-MiniLM-L6-v2",
-        "transformer: an alias, a local folder or a name on the Hugging Face hub",
-        "checks",
-        "tokens",
-        "training",
-    )
-    kind: Literal["transformer", "bag", "both", "inception"] = key(
-        "both",
-        "encoder: a transformer, a bag of tokens, both concatenated, or InceptionXML's "
-        "convolutions",
-        "checks",
-        "tokens",
-        "training",
-    )
-    pooling: Pooling = key(
-        "auto", "pooling of the transformer's token vectors; auto: what its folder says, else mean"
-    )
-    query_prompt: Prompt = key(
-        "auto",
-        "read by the transformer before each query; auto: what its folder says; empty: nothing",
-        "tokens",
-        "training",
-    )
-    label_prompt: Prompt = key(
-        "auto",
-        "read by the transformer before each label text; auto and empty: as for queries",
-        "tokens",
-        "training",
-    )
-    trainable_layers: Annotated[int, Field(ge=-1)] = key(
-        0, "top transformer layers to train; 0: none; -1: everything"
-    )
-    lora: Lora = key(
-        {}, "train adapters instead of the trainable layers: {rank: 16, alpha: 32, targets: []}"
-    )
-    bag_dropout: Share = key(0.0, "share of a text's tokens dropped from the bag during training")
-    bag_words: Annotated[int, Field(ge=0, le=2**24)] = key(
-        0, "embedding rows for hashed multi-token words; 0: none"
-    )
-    bag_head: CountOrZero = key(
-        0, "first tokens of a text (its title) that are also summed separately; 0: none"
-    )
-    transformer_tokens: CountOrZero = key(
-        0,
-        "number of first tokens of a text that the transformer reads; 0: all",
-        "checks",
-        "training",
-    )
-    inception_tokens: Annotated[int, Field(ge=1, le=512)] = key(
-        16, "first tokens of a text that inception reads"
-    )
-    dropout: BelowOne = key(0.0, "dropout of the encoder's output")
-    residual: bool = key(
-        False, "add a trained residual network on top of a bag or a frozen transformer"
-    )
-    start: str = key(
-        "", "folder of an exported model whose encoder and heads are loaded first; empty: none"
-    )
-    frozen: bool = key(False, "do not train the encoder; each text is then encoded only once")
+    name: Annotated[str, Decides("checks", "tokens", "training")] = "all-MiniLM-L6-v2"
+    """transformer: an alias, a local folder or a name on the Hugging Face hub"""
+    kind: Annotated[
+        Literal["transformer", "bag", "both", "inception"], Decides("checks", "tokens", "training")
+    ] = "both"
+    """encoder: a transformer, a bag of tokens, both concatenated, or InceptionXML's convolutions"""
+    pooling: Pooling = "auto"
+    """pooling of the transformer's token vectors; auto: what its folder says, else mean"""
+    query_prompt: Annotated[Prompt, Decides("tokens", "training")] = "auto"
+    """read by the transformer before each query; auto: what its folder says; empty: nothing"""
+    label_prompt: Annotated[Prompt, Decides("tokens", "training")] = "auto"
+    """read by the transformer before each label text; auto and empty: as for queries"""
+    trainable_layers: Annotated[int, Field(ge=-1)] = 0
+    """top transformer layers to train; 0: none; -1: everything"""
+    lora: Lora = {}
+    """train adapters instead of the trainable layers: {rank: 16, alpha: 32, targets: []}"""
+    bag_dropout: Share = 0.0
+    """share of a text's tokens dropped from the bag during training"""
+    bag_words: Annotated[int, Field(ge=0, le=2**24)] = 0
+    """embedding rows for hashed multi-token words; 0: none"""
+    bag_head: CountOrZero = 0
+    """first tokens of a text (its title) that are also summed separately; 0: none"""
+    transformer_tokens: Annotated[CountOrZero, Decides("checks", "training")] = 0
+    """number of first tokens of a text that the transformer reads; 0: all"""
+    inception_tokens: Annotated[int, Field(ge=1, le=512)] = 16
+    """first tokens of a text that inception reads"""
+    dropout: BelowOne = 0.0
+    """dropout of the encoder's output"""
+    residual: bool = False
+    """add a trained residual network on top of a bag or a frozen transformer"""
+    start: str = ""
+    """folder of an exported model whose encoder and heads are loaded first; empty: none"""
+    frozen: bool = False
+    """do not train the encoder; each text is then encoded only once"""
 
     @property
     def has_transformer(self) -> bool:
@@ -163,57 +137,46 @@ class Model(Section):
 
     decides: ClassVar[tuple[Result, ...]] = ("training",)
 
-    heads: Literal["both", "de", "clf"] = key(
-        "both", "heads to train: dual encoder, classifier, or both (UniDEC)"
-    )
-    projection: bool = key(
-        True, "each head is a trained layer over the encoder's vector; false: that vector itself"
-    )
-    normalize: bool = key(True, "normalise the dual encoder's vectors to unit length")
-    dim: Count = key(
-        384,
-        "dimension of each head's vectors; without projection it must be the encoder's dimension",
-    )
-    dropout: BelowOne = key(0.1, "dropout of both heads")
-    auxiliary: CountOrZero = key(
-        0, "labels per cluster that share an added learnt vector (DEXA); 0: no such vector"
-    )
-    surrogate: CountOrZero = key(
-        0, "labels per cluster that share a classifier row (Astec); 0: one row per label"
-    )
-    levels: list[Count] = key(
-        [],
-        "labels per cluster at each level of a label tree, coarse to fine (CascadeXML); "
-        "empty: no label tree",
-    )
-    clf_init: Literal["xavier", "normal", "label_embedding"] = key(
-        "label_embedding",
-        "initial values of the classifier's rows: random, or the embeddings of the label texts",
-    )
-    clf_residual: bool = key(
-        False, "a classifier row is its label text's embedding plus a learnt vector (SiameseXML)"
-    )
-    clf_gates: bool = key(
-        False, "with clf_residual: learnt gates scale text embedding and learnt vector (DECAF)"
-    )
-    clf_graph: bool = key(
-        False, "with clf_residual: add texts of related labels, from the label graph (ECLARE)"
-    )
-    clf_queries: CountOrZero = key(
-        0, "with clf_residual: training queries whose mean joins a row (GraphSAGE); 0: none"
-    )
-    clf_bias: bool = key(False, "add a learnt bias per label to the classifier's scores")
-    clf_dropout: BelowOne = key(0.0, "dropout of the classifier's rows during training")
-    clf_cosine: bool = key(
-        False, "the classifier's loss is on cosines of its rows and the queries (NGAME)"
-    )
-    clf_dtype: Literal["fp32", "bf16"] = key(
-        "fp32", "type of the classifier's rows; bf16: with stochastic rounding"
-    )
-    temperature: Positive = key(
-        1 / 18, "tau: the scores of both heads are divided by it in the loss"
-    )
-    learn_temperature: bool = key(False, "train the temperature, one per head")
+    heads: Literal["both", "de", "clf"] = "both"
+    """heads to train: dual encoder, classifier, or both (UniDEC)"""
+    projection: bool = True
+    """each head is a trained layer over the encoder's vector; false: that vector itself"""
+    normalize: bool = True
+    """normalise the dual encoder's vectors to unit length"""
+    dim: Count = 384
+    """dimension of each head's vectors; without projection it must be the encoder's dimension"""
+    dropout: BelowOne = 0.1
+    """dropout of both heads"""
+    auxiliary: CountOrZero = 0
+    """labels per cluster that share an added learnt vector (DEXA); 0: no such vector"""
+    surrogate: CountOrZero = 0
+    """labels per cluster that share a classifier row (Astec); 0: one row per label"""
+    levels: list[Count] = []
+    """labels per cluster at each level of a label tree, coarse to fine (CascadeXML); empty: no
+    label tree
+    """
+    clf_init: Literal["xavier", "normal", "label_embedding"] = "label_embedding"
+    """initial values of the classifier's rows: random, or the embeddings of the label texts"""
+    clf_residual: bool = False
+    """a classifier row is its label text's embedding plus a learnt vector (SiameseXML)"""
+    clf_gates: bool = False
+    """with clf_residual: learnt gates scale text embedding and learnt vector (DECAF)"""
+    clf_graph: bool = False
+    """with clf_residual: add texts of related labels, from the label graph (ECLARE)"""
+    clf_queries: CountOrZero = 0
+    """with clf_residual: training queries whose mean joins a row (GraphSAGE); 0: none"""
+    clf_bias: bool = False
+    """add a learnt bias per label to the classifier's scores"""
+    clf_dropout: BelowOne = 0.0
+    """dropout of the classifier's rows during training"""
+    clf_cosine: bool = False
+    """the classifier's loss is on cosines of its rows and the queries (NGAME)"""
+    clf_dtype: Literal["fp32", "bf16"] = "fp32"
+    """type of the classifier's rows; bf16: with stochastic rounding"""
+    temperature: Positive = 1 / 18
+    """tau: the scores of both heads are divided by it in the loss"""
+    learn_temperature: bool = False
+    """train the temperature, one per head"""
 
     @property
     def labels_a_cluster(self) -> int:
@@ -236,69 +199,54 @@ class Pool(Section):
 
     decides: ClassVar[tuple[Result, ...]] = ("training",)
 
-    batches: Literal["clustered", "random"] = key(
-        "clustered", "batches of similar queries, or of random ones"
-    )
-    batch_size: Count = key(
-        512, "queries per batch; clustered batches have N / 2^depth of the N training queries"
-    )
-    batch_fit: Literal["most", "least"] = key(
-        "most", "pool.batch_size is an upper or (published code) a lower limit"
-    )
-    cluster_start: CountOrZero = key(
-        0, "queries per cluster at first, later doubled (NGAME); 0: the batch size"
-    )
-    cluster_doublings: list[CountOrZero] = key(
-        [], "epochs at which the cluster size doubles; empty: at each refresh"
-    )
-    beta: Count = key(3, "positives sampled per query for the pool")
-    positives: Literal["uniform", "tail"] = key(
-        "uniform", "how they are sampled: uniformly, or by inverse propensity"
-    )
-    eta: CountOrZero = key(6, "hard negatives sampled per query for the pool")
-    shortlist: CountOrZero = key(
-        0,
-        "with model.levels: best clusters per level whose labels are a query's hard "
-        "negatives; 0: the nearest labels",
-    )
-    mining: Mining = key(
-        "auto",
-        "search for hard negatives; faiss: approximate, on the CPU; auto: faiss above 100,000 "
-        "labels, unless a GPU holds them",
-    )
-    size: CountOrZero = key(3000, "maximum number of labels in a pool; 0: no limit")
-    clf_beta: CountOrZero = key(
-        0, "beta_C: further positives per query, in the classifier's pool only"
-    )
-    fill: bool = key(
-        False, "fill the pool up to pool.size (0: with all) with further positives of its queries"
-    )
-    de_labels: Literal["pool", "all"] = key(
-        "pool", "labels in the dual encoder's loss; all: as in DEXML"
-    )
-    clf_labels: Literal["pool", "all"] | Count = key(
-        "pool",
-        "labels in the classifier's loss; N: the pool filled up to N with random labels (all "
-        "if at most 2 N)",
-    )
-    gandalf: bool = key(
-        False,
-        "also train on label texts as queries, with soft targets of the label graph (Gandalf)",
-    )
-    gandalf_rows: Literal["all", "labels", "sample"] = key(
-        "all",
-        "with pool.gandalf: queries and label texts, label texts alone, or a random sample of both "
-        "as large as the queries",
-    )
-    simcse: bool = key(
-        False, "a text's only positive is itself, under another dropout mask (SimCSE)"
-    )
-    refresh: Count = key(
-        5, "T: epochs between refreshes (clustering the queries and mining hard negatives)"
-    )
-    start_epoch: CountOrZero = key(
-        0, "epochs of random batches without hard negatives, before the first refresh"
-    )
+    batches: Literal["clustered", "random"] = "clustered"
+    """batches of similar queries, or of random ones"""
+    batch_size: Count = 512
+    """queries per batch; clustered batches have N / 2^depth of the N training queries"""
+    batch_fit: Literal["most", "least"] = "most"
+    """pool.batch_size is an upper or (published code) a lower limit"""
+    cluster_start: CountOrZero = 0
+    """queries per cluster at first, later doubled (NGAME); 0: the batch size"""
+    cluster_doublings: list[CountOrZero] = []
+    """epochs at which the cluster size doubles; empty: at each refresh"""
+    beta: Count = 3
+    """positives sampled per query for the pool"""
+    positives: Literal["uniform", "tail"] = "uniform"
+    """how they are sampled: uniformly, or by inverse propensity"""
+    eta: CountOrZero = 6
+    """hard negatives sampled per query for the pool"""
+    shortlist: CountOrZero = 0
+    """with model.levels: best clusters per level whose labels are a query's hard negatives; 0: the
+    nearest labels
+    """
+    mining: Mining = "auto"
+    """search for hard negatives; faiss: approximate, on the CPU; auto: faiss above 100,000 labels,
+    unless a GPU holds them
+    """
+    size: CountOrZero = 3000
+    """maximum number of labels in a pool; 0: no limit"""
+    clf_beta: CountOrZero = 0
+    """beta_C: further positives per query, in the classifier's pool only"""
+    fill: bool = False
+    """fill the pool up to pool.size (0: with all) with further positives of its queries"""
+    de_labels: Literal["pool", "all"] = "pool"
+    """labels in the dual encoder's loss; all: as in DEXML"""
+    clf_labels: Literal["pool", "all"] | Count = "pool"
+    """labels in the classifier's loss; N: the pool filled up to N with random labels (all if at
+    most 2 N)
+    """
+    gandalf: bool = False
+    """also train on label texts as queries, with soft targets of the label graph (Gandalf)"""
+    gandalf_rows: Literal["all", "labels", "sample"] = "all"
+    """with pool.gandalf: queries and label texts, label texts alone, or a random sample of both as
+    large as the queries
+    """
+    simcse: bool = False
+    """a text's only positive is itself, under another dropout mask (SimCSE)"""
+    refresh: Count = 5
+    """T: epochs between refreshes (clustering the queries and mining hard negatives)"""
+    start_epoch: CountOrZero = 0
+    """epochs of random batches without hard negatives, before the first refresh"""
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.start_epoch % self.refresh:
@@ -328,57 +276,49 @@ class Loss(Section):
 
     decides: ClassVar[tuple[Result, ...]] = ("training",)
 
-    reduction: Literal["psl", "psl-sum", "pal-n", "pol"] = key(
-        "psl",
-        "how the losses of a query's positives combine: mean over those in the pool, their sum, "
-        "sum divided by the number of all its positives, or one positive only",
-    )
-    de: LossName = key("ds", "the dual encoder's loss (docs/training.md)")
-    clf: LossName = key("ds", "the classifier's loss (docs/training.md)")
-    clf_bce: NonNegative = key(1.0, "weight of an additional BCE loss on the classifier; 0: none")
-    bce_normalise: Literal["rows", "entries", "sum"] = key(
-        "entries",
-        "BCE and hinge: sum over the labels of a query's pool, mean over all query-label entries, "
-        "or sum over them (Renee)",
-    )
-    balance: Share = key(
-        0.5,
-        "lambda: weight of the dual encoder's loss; the classifier's loss has 1 - lambda; both are "
-        "means over queries and labels",
-    )
-    de_forward: Share = key(
-        0.5, "lambda_D: the dual encoder's query-to-label weight; label-to-query has the rest"
-    )
-    clf_forward: Share = key(
-        0.5, "lambda_C: the classifier's query-to-label weight; label-to-query has the rest"
-    )
-    margin: NonNegative = key(
-        0.3, "gamma: margin of the triplet loss (in cosine units) and of the squared hinge"
-    )
-    triplet_negatives: Literal["all", "hardest", "softmax"] = key(
-        "all",
-        "negatives of the triplet loss: all, the hardest, or the hardest weighted by a "
-        "softmax (NGAME)",
-    )
-    triplet_top: Count = key(1, "number of hardest negatives that the triplet loss uses")
-    triplet_positives: CountOrZero = key(
-        0,
-        "number of hardest positives that the triplet loss pairs with them (NGAME's classifier); "
-        "0: the positives of loss.reduction",
-    )
-    topk: Count = key(5, "k of the soft top-k loss")
-    weights: Literal["none", "propensity"] = key(
-        "none", "weights of positives: 1, or their inverse propensity"
-    )
-    mixup: Literal["none", "queries", "labels"] = key(
-        "none", "mix queries with others, or with a label's text (MixUp)"
-    )
-    mixup_alpha: Positive = key(
-        0.4, "alpha of the Beta distribution of mixing weights; small values mix little"
-    )
-    synonyms: BelowOne = key(
-        0.0, "share of a query's tokens that a step replaces by similar ones (synonym replacement)"
-    )
+    reduction: Literal["psl", "psl-sum", "pal-n", "pol"] = "psl"
+    """how the losses of a query's positives combine: mean over those in the pool, their sum, sum
+    divided by the number of all its positives, or one positive only
+    """
+    de: LossName = "ds"
+    """the dual encoder's loss (docs/training.md)"""
+    clf: LossName = "ds"
+    """the classifier's loss (docs/training.md)"""
+    clf_bce: NonNegative = 1.0
+    """weight of an additional BCE loss on the classifier; 0: none"""
+    bce_normalise: Literal["rows", "entries", "sum"] = "entries"
+    """BCE and hinge: sum over the labels of a query's pool, mean over all query-label entries, or
+    sum over them (Renee)
+    """
+    balance: Share = 0.5
+    """lambda: weight of the dual encoder's loss; the classifier's loss has 1 - lambda; both are
+    means over queries and labels
+    """
+    de_forward: Share = 0.5
+    """lambda_D: the dual encoder's query-to-label weight; label-to-query has the rest"""
+    clf_forward: Share = 0.5
+    """lambda_C: the classifier's query-to-label weight; label-to-query has the rest"""
+    margin: NonNegative = 0.3
+    """gamma: margin of the triplet loss (in cosine units) and of the squared hinge"""
+    triplet_negatives: Literal["all", "hardest", "softmax"] = "all"
+    """negatives of the triplet loss: all, the hardest, or the hardest weighted by a softmax (NGAME)
+    """
+    triplet_top: Count = 1
+    """number of hardest negatives that the triplet loss uses"""
+    triplet_positives: CountOrZero = 0
+    """number of hardest positives that the triplet loss pairs with them (NGAME's classifier); 0:
+    the positives of loss.reduction
+    """
+    topk: Count = 5
+    """k of the soft top-k loss"""
+    weights: Literal["none", "propensity"] = "none"
+    """weights of positives: 1, or their inverse propensity"""
+    mixup: Literal["none", "queries", "labels"] = "none"
+    """mix queries with others, or with a label's text (MixUp)"""
+    mixup_alpha: Positive = 0.4
+    """alpha of the Beta distribution of mixing weights; small values mix little"""
+    synonyms: BelowOne = 0.0
+    """share of a query's tokens that a step replaces by similar ones (synonym replacement)"""
 
 
 class Teacher(Section):
@@ -386,6 +326,9 @@ class Teacher(Section):
 
     decides: ClassVar[tuple[Result, ...]] = ("training",)
 
-    bundle: str = key("", "folder of the teacher's bundle, with the same labels; empty: no teacher")
-    weight: Positive = key(1.0, "weight of the teacher's loss beside each head's own")
-    temperature: Positive = key(1 / 18, "the teacher's scores are divided by it")
+    bundle: str = ""
+    """folder of the teacher's bundle, with the same labels; empty: no teacher"""
+    weight: Positive = 1.0
+    """weight of the teacher's loss beside each head's own"""
+    temperature: Positive = 1 / 18
+    """the teacher's scores are divided by it"""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -38,10 +38,7 @@ TOKENS_TOGETHER = 2
 # smaller shares may grow by as much as a share of this size: doubling a tiny share is harmless
 SHARE_FLOOR = 0.1
 SCORE_BINS = 20
-LOW_SCORE = 0.05  # a top score is low if it is below this quantile of the reference
-# of `drift.warn`: shift of the mean embedding, and growth of the share of low top scores
-SHIFTS = 2.0
-LOW_SCORES = 1.5
+SHIFTS = 2.0  # of `drift.warn`: shift of the mean embedding
 _QUANTILES = np.linspace(0, 1, 101)
 NO_LIMIT: Bounds = (None, None)
 _FORMATS = {
@@ -153,19 +150,11 @@ class Check:
 
     def to_json(self) -> dict[str, object]:
         """The check for JSON: "check" is the key, "value" the new figure."""
-        return {
-            "check": self.key,
-            "value": self.new,
-            "name": self.name,
-            "unit": self.unit,
-            "old": self.old,
-            "warn": list(self.warn),
-            "stop": list(self.stop),
-            "noise": self.noise,
-            "state": self.state,
-            "drifted": self.drifted,
-            "words": self.words,
-        }
+        facts = asdict(self)
+        facts["check"] = facts.pop("key")
+        facts["value"] = facts.pop("new")
+        facts |= {"warn": list(self.warn), "stop": list(self.stop)}
+        return facts | {"state": self.state, "drifted": self.drifted, "words": self.words}
 
 
 def served_facts(
@@ -306,7 +295,6 @@ def _served_checks(old: Mapping[str, Any], new: Mapping[str, Any], warn: float) 
     """Checks of the embeddings and of the best labels' scores (`served_facts` of both sides)."""
     sizes = (old["count"], new["count"])
     std_D = np.asarray(old["std"])
-    new_std_D = np.asarray(new["std"])
     change_D = np.subtract(new["mean"], old["mean"])
     # dimensions that are constant in the reference are ignored
     varies_D = std_D > 1e-6 * std_D.max(initial=0.0)
@@ -314,12 +302,6 @@ def _served_checks(old: Mapping[str, Any], new: Mapping[str, Any], warn: float) 
     if varies_D.any():
         shifts = change_D[varies_D] / std_D[varies_D]
         shift = float(np.sqrt(np.mean(shifts**2)))
-    variance = max((std_D**2).sum(), 1e-300)
-    spread = float((new_std_D**2).sum() / variance)
-    below = float(np.interp(LOW_SCORE, _QUANTILES, old["score_quantiles"]))
-    is_low = np.asarray(new["score_quantiles"]) < below
-    share = float(is_low.mean())
-    name = f"queries with a top score below {below:.3f}"
     return [
         _growth(
             key="shift",
@@ -329,30 +311,12 @@ def _served_checks(old: Mapping[str, Any], new: Mapping[str, Any], warn: float) 
             levels=(SHIFTS * warn, None),
             noise=_noise(1.0, *sizes),
         ),
-        _band(
-            key="spread",
-            name="variance of the embeddings (reference: 1)",
-            unit="mean",
-            old=1.0,
-            new=spread,
-            levels=(warn, None),
-            noise=_noise(2.0, *sizes),
-        ),
         _distance(
             key="score_distance",
             name="distribution of the top score",
             old_B=old["score_histogram"],
             new_B=new["score_histogram"],
             levels=(warn, None),
-        ),
-        _growth(
-            key="low_score",
-            name=name,
-            unit="share",
-            old=LOW_SCORE,
-            new=share,
-            levels=(LOW_SCORES * warn, None),
-            noise=_noise(LOW_SCORE * (1 - LOW_SCORE), *sizes),
         ),
     ]
 

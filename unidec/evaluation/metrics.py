@@ -50,7 +50,6 @@ from unidec.metric_names import DEFAULT_KS, GROUPS, metric_names, parse
 _NO_RANK = np.iinfo(np.int64).max
 _BLOCK = 8192  # queries per block: bounds the temporaries at some 100 bytes x block x K
 _RECIPROCAL_RANK = max(DEFAULT_KS)  # ranks that MRR considers
-_BIN_K = 5  # of the metrics of frequency bins
 
 Floats = NDArray[np.float64]
 QueryParts = dict[str, tuple[Floats, Floats]]
@@ -343,80 +342,3 @@ def filtered_truth(relevance: csr_matrix, filter_pairs: csr_matrix) -> csr_matri
     pairs = np.divmod(key_E, max(shape[1], 1))
     ones_E = np.ones(len(key_E), dtype=bool)
     return csr_matrix((ones_E, pairs), shape=shape)
-
-
-def frequency_bins(
-    predicted_NK: Any, truth: csr_matrix, count_L: Any, inverse_propensity_L: Any, num_bins: int = 5
-) -> list[dict[str, float]]:
-    """Contributions to the metrics by label frequency (the quantile analysis of Gandalf; thesis,
-    figure 1.3).
-
-    Bins are those of `volume_bins`; their contributions add up to the whole metric.
-
-    Args:
-        predicted_NK: int [N, K], label ids, best first; -1 = none.
-        truth: CSR [N, L], the truth after filters, relevant if > 0.
-        count_L: int [L], training queries of each label.
-        inverse_propensity_L: float [L].
-
-    Returns:
-        a record per bin, most frequent labels first: "bin" (from 1), "labels", "train_pairs",
-        "most" and "least" (training queries of its labels), "mean_frequency", "test_pairs"
-        (relevant pairs of the truth), "P@5" and "PSP@5" (contributions, percentage points),
-        "recall@5" (percent of its test pairs found) and "coverage@5" (percent of its labels with a
-        test pair that are found at least once).
-    """
-    count_L = np.asarray(count_L)
-    weight_L = np.asarray(inverse_propensity_L, dtype=np.float64)
-    bin_L = volume_bins(count_L, num_bins)
-    ranked = Ranked(predicted_NK, truth, weight_L, bin_L)
-    hit_NK = ranked.hit_NK[:, :_BIN_K]
-    hit_label = ranked.label_NK[:, :_BIN_K][hit_NK]  # one entry per hit
-    places = max(len(ranked.label_NK), 1) * _BIN_K
-    best_psp = Scope(ranked).parts("PSP", _BIN_K)[1].sum()
-
-    def per_bin(label: NDArray[Any], weight: NDArray[Any] | None = None) -> NDArray[Any]:
-        return np.bincount(bin_L[label], weights=weight, minlength=num_bins)
-
-    hits = per_bin(hit_label)
-    pairs = per_bin(ranked.label_E)
-    psp = per_bin(hit_label, weight_L[hit_label])
-    tested = per_bin(np.unique(ranked.label_E))
-    found = per_bin(np.unique(hit_label))
-    records = []
-    for b in np.unique(bin_L).tolist():
-        counts = count_L[bin_L == b]
-        record = {
-            "bin": b + 1,
-            "labels": len(counts),
-            "train_pairs": int(counts.sum()),
-            "most": int(counts.max()),
-            "least": int(counts.min()),
-            "mean_frequency": float(counts.mean()),
-            "test_pairs": int(pairs[b]),
-            "P@5": percent(hits[b], places),
-            "PSP@5": percent(psp[b], best_psp),
-            "recall@5": percent(hits[b], pairs[b]),
-            "coverage@5": percent(found[b], tested[b]),
-        }
-        records.append(record)
-    return records
-
-
-def volume_bins(count_L: Any, num_bins: int) -> NDArray[np.int64]:
-    """The bin of each label, int64 [L] in 0 to num_bins - 1, most frequent labels first; bins have
-    about equal sums of counts.
-
-    Labels of equal frequency are in the same bin, so the sums can differ and a bin can be empty.
-    Labels without a training query are in the last bin."""
-    count_L = np.asarray(count_L)
-    values, place_L, members = np.unique(-count_L, return_inverse=True, return_counts=True)
-    volume = -values.astype(np.float64) * members
-    total = volume.sum()
-    if total <= 0:
-        return np.full(len(count_L), num_bins - 1, dtype=np.int64)
-    # the middle of a frequency's volume decides its bin
-    middle = (np.cumsum(volume) - volume / 2) / total
-    bin_of_value = (middle * num_bins).astype(np.int64).clip(max=num_bins - 1)
-    bin_of_value[values == 0] = num_bins - 1
-    return bin_of_value[place_L]

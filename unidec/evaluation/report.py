@@ -27,15 +27,6 @@ GROUPS = {
     "torso": "torso (10 to 100 queries)",
     "head": "head (> 100 queries)",
 }
-BINS = {
-    "labels": "labels",
-    "mean_frequency": "training queries, mean",
-    "test_pairs": "test pairs",
-    "P@5": "contributes to P@5",
-    "PSP@5": "contributes to PSP@5",
-    "recall@5": "recall@5 within",
-    "coverage@5": "coverage@5 within",
-}
 LINES = {
     "loss_de": "dual encoder",
     "loss_clf": "classifier",
@@ -55,7 +46,7 @@ class ReportInput:
         metrics: {"both" | "de" | "clf" | "knn" | any name: {metric: percent}}, the served system
             first; group metrics as "tail/R@10". baselines: the same. baseline_note: how they were
             built.
-        history, rounds: lines of history.jsonl and rounds.jsonl. bins: of `frequency_bins`.
+        history, rounds: lines of history.jsonl and rounds.jsonl.
         index: facts about the index, such as {"recall@10": 99.8}.
         fusion: "by_tail": metrics by the "tail" weight.
         calibration: {"probability": [any shape], "correct": [same shape]} of predictions.
@@ -76,7 +67,6 @@ class ReportInput:
     baseline_note: str = ""
     history: Records = ()
     rounds: Records = ()
-    bins: Records = ()
     index: Mapping[str, Any] = field(default_factory=dict)
     fusion: Mapping[str, Any] = field(default_factory=dict)
     calibration: Mapping[str, Any] = field(default_factory=dict)
@@ -107,9 +97,8 @@ def render(report: ReportInput) -> str:
         headline=Table.of("system", compared, shown("headline"), best=True, kinds=kinds),
         groups_shown=GROUPS,
         baselines_shown=BASELINES,
-        frequency_charts=_bin_charts(report.bins) + group_charts,
+        group_charts=group_charts,
         groups=groups,
-        bins=_bin_table(report.bins),
         curves=_curves(report.history, report.rounds),
         cost_chart=_cost_chart(report.rounds),
         cost_totals=_cost_totals(report.rounds),
@@ -171,35 +160,6 @@ def _within(group: Mapping[str, float], num_queries: float | None) -> dict[str, 
         if parse(name).kind == "P" and num_queries is not None:
             row[f"within/{name}"] = group[name] * num_queries / group["num_queries"]
     return row
-
-
-def _bin_names(bins: Records) -> list[str]:
-    names = []
-    for row in bins:
-        ends = dict.fromkeys((row["least"], row["most"]))
-        names.append(" to ".join(f"{end:,}" for end in ends))
-    return names
-
-
-def _bin_charts(bins: Records) -> list[Chart | None]:
-    """Contributions to the metrics by label frequency (thesis, figure 1.3), and metrics within."""
-
-    def chart(caption: str, unit: str, *metrics: str) -> Chart | None:
-        bars = [(metric, [row[metric] for row in bins]) for metric in metrics]
-        label = "training queries of a label; bins of equal volume, head to tail"
-        return bar_chart(caption, _bin_names(bins), bars, unit, x_label=label)
-
-    whole = "Contributions to P@5 and PSP@5: bins add up to the whole"
-    within = "Within each bin: pairs found, labels found at least once"
-    return [
-        chart(whole, "percentage points", "P@5", "PSP@5"),
-        chart(within, "percent", "recall@5", "coverage@5"),
-    ]
-
-
-def _bin_table(bins: Records) -> Table:
-    rows = dict(zip(_bin_names(bins), bins, strict=True))
-    return Table.of("training queries", rows, BINS, caption="by bin, most frequent labels first")
 
 
 def _calibration(calibration: Mapping[str, Any]) -> dict[str, Any]:

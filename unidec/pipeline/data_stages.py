@@ -88,7 +88,6 @@ def validate(params: Params) -> Validated:
     Raises:
         DataError: an expectation of severity "critical" failed.
     """
-    from unidec.pipeline.drift_check import champion_change
     from unidec.validation.frames import Reading
     from unidec.validation.suite import validate_dataset
 
@@ -104,7 +103,6 @@ def validate(params: Params) -> Validated:
         paths.VALIDATION,
         limits=params.validation,
         find=find,
-        change=champion_change(params),
         reading=reading,
     )
     page = str(paths.VALIDATION / "index.html")

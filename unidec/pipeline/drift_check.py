@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from unidec.addresses import without_credentials
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import read_info, read_labels
 from unidec.bundle.text_file import Window, read_window
@@ -41,7 +40,6 @@ from unidec.pipeline import paths
 from unidec.pipeline.drift_page import FINDINGS, PAGE, Comparison, Side
 from unidec.tracking.fetch import fetch_bundle, find_alias
 from unidec.tracking.run import Tracker
-from unidec.tracking.store import answers, sqlite_path, store_errors, tracking_uri
 
 MAX_QUERIES = 20_000  # of a larger window this many evenly spaced queries are used
 BATCH = 1024
@@ -116,7 +114,7 @@ def data_change(params: Params) -> DataChange:
     """
     dataset = paths.open_dataset()
     beside = _beside_champion(params, dataset)
-    checks = beside.checks(params)
+    checks = compare(beside.old, beside.new, params.drift) if beside.old else []
     stops = [check.words for check in checks if check.state == "stop"]
     warnings = [check.words for check in checks if check.state == "warning"]
     with swap_folder(paths.CHANGE) as folder:
@@ -131,12 +129,6 @@ def data_change(params: Params) -> DataChange:
                 "accepted": beside.accepted or "none",
                 "now": {"dataset_sha256": dataset.sha256},
             },
-            more={
-                "accepted": beside.accepted,
-                "stops": stops,
-                "warnings": warnings,
-                "dataset_sha256": dataset.sha256,
-            },
         ).write(folder)
     page = str(paths.CHANGE / PAGE)
     if stops:
@@ -149,31 +141,6 @@ def data_change(params: Params) -> DataChange:
     return DataChange(beside.accepted, beside.reason, stops, warnings, page)
 
 
-def champion_change(params: Params) -> Comparison:
-    """The comparison of `data_change` for the validation page; an unavailable registry raises no
-    error here.
-    """
-    uri = tracking_uri()
-    database = sqlite_path(uri)
-    beside = _Beside(reason="the registry does not answer")
-    if database is not None and not database.is_file():
-        beside = _Beside(reason="there is no registry yet: nothing to compare with")
-    elif answers(uri):
-        try:
-            beside = _beside_champion(params, paths.open_dataset())
-        except store_errors() as error:
-            why = without_credentials(str(error)).splitlines()[0]
-            beside = _Beside(reason=f"the champion's data could not be read: {why}")
-    return Comparison(
-        title="",
-        names=(f"version {beside.accepted['version']}" if beside.accepted else "accepted", "now"),
-        old=beside.old,
-        new=beside.new,
-        checks=beside.checks(params),
-        reason=beside.reason,
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Beside:
     """The champion's training data beside the data set: `DataChange.accepted` and `.reason`, and
@@ -184,9 +151,6 @@ class _Beside:
     reason: str
     old: Side = field(default_factory=dict)
     new: Side = field(default_factory=dict)
-
-    def checks(self, params: Params) -> list[Check]:
-        return compare(self.old, self.new, params.drift) if self.old else []
 
 
 def _beside_champion(params: Params, dataset: XMCDataset) -> _Beside:
@@ -320,7 +284,6 @@ def monitor(
             "data set sha256": old["sha256"],
             "metrics": metrics or {},
         },
-        more={"queries": total, "metrics": metrics, "model": model},
     )
     stem = Path(queries_path).name.partition(".")[0]
     name = f"{stem}-{_digest(file_sha256(queries_path), loaded.sha256)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ class Comparison:
     Attributes:
         names: of the earlier and the later side, on the page.
         reason: why nothing was compared or judged, or "".
-        facts: shown on the page. more: further keys of drift.json.
+        facts: shown on the page.
     """
 
     title: str
@@ -38,8 +38,7 @@ class Comparison:
     new: Side
     checks: Sequence[Check]
     reason: str
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    more: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any]
 
     @property
     def charts(self) -> list[Chart | None]:
@@ -90,7 +89,7 @@ class Comparison:
             "judged": not self.reason,
             "reason": self.reason,
         }
-        write_json(folder / FINDINGS, {**found, **self.more})
+        write_json(folder / FINDINGS, {**found, "facts": self.facts})
         (folder / PAGE).write_text(html, encoding="utf-8")
         return found
 

@@ -21,7 +21,7 @@ from unidec.data.dataset import Text, XMCDataset
 from unidec.data.propensity import training_counts
 from unidec.data.storage import read_json_lines, write_bytes_atomic, write_json
 from unidec.evaluation import baselines
-from unidec.evaluation.metrics import by_query, frequency_bins
+from unidec.evaluation.metrics import by_query
 from unidec.evaluation.page import write_page
 from unidec.evaluation.plot_tables import plots_csv, validation_records
 from unidec.evaluation.report import ReportInput, render
@@ -227,7 +227,6 @@ def _report(
         lineage=_lineage(bundle, dataset, tracker.run_id, tags),
         history=history,
         rounds=rounds,
-        bins=result["frequency_bins"],
         metrics=_systems(result, heads),
         baselines={BASELINES[name]: headline(metrics) for name, metrics in of_baselines},
         baseline_note=measured.tfidf.about,
@@ -241,7 +240,7 @@ def _report(
 
 def _figures(bundle: Bundle, ranking: Ranking, labels: np.ndarray, by_heads: np.ndarray) -> Figures:
     """The content of metrics.json without the baselines: metrics of the bundle and of its parts,
-    the index, weights, validation metrics and frequency bins.
+    the index, weights and validation metrics.
 
     Args:
         labels, by_heads: int [n, K], found by exact search; ranked as the bundle does, and by the
@@ -260,10 +259,6 @@ def _figures(bundle: Bundle, ranking: Ranking, labels: np.ndarray, by_heads: np.
     result["index"]["clf_weight"] = info.clf_weight
     result["index"]["knn_weight"] = info.knn.weight if info.knn else 0.0
     result["validation"] = info.metrics.get("validation", {})
-    propensity = ranking.propensity
-    result["frequency_bins"] = frequency_bins(
-        labels, ranking.truth, propensity.counts_L, propensity.inverse_L
-    )
     return result
 
 

@@ -216,22 +216,19 @@ def faiss_search(label: Tensor) -> Search:
     most_lists = max(1, num_labels // _ROWS_A_LIST)
     num_lists = min(2 * math.isqrt(num_labels), most_lists)
     codes = f"PQ{width}x4fs" if num_lists > 1 else "Flat"  # codes need some labels to train on
-    factory = f"IVF{num_lists},{codes}"
-    lists: Any = faiss.index_factory(width, factory, faiss.METRIC_INNER_PRODUCT)
+    is_half = label_LD.dtype == np.float16
+    exact = "Refine(SQfp16)" if is_half else "RFlat"
+    factory = f"IVF{num_lists},{codes},{exact}"
+    index: Any = faiss.index_factory(width, factory, faiss.METRIC_INNER_PRODUCT)
+    index.k_factor = _RESCORED
+    lists = faiss.extract_index_ivf(index)
     lists.cp.max_points_per_centroid = _TRAINING_LABELS
     lists.cp.niter = _ITERATIONS
     lists.nprobe = max(1, min(num_lists // _LISTS_A_PROBE, _MAX_PROBES))
-    is_half = label_LD.dtype == np.float16
     # faiss itself draws a sample of the labels in memory
     step = max(1, num_labels // (_TRAINING_LABELS * num_lists)) if is_half else 1
     with progress(total=num_labels, desc="faiss index of the labels", unit="label") as bar:
-        lists.train(np.ascontiguousarray(label_LD[::step], np.float32))
-        index: Any = faiss.IndexRefineFlat(lists)
-        if is_half:
-            half = faiss.ScalarQuantizer.QT_fp16
-            vectors = faiss.IndexScalarQuantizer(width, half, faiss.METRIC_INNER_PRODUCT)
-            index = faiss.IndexRefine(lists, vectors)
-        index.k_factor = _RESCORED
+        index.train(np.ascontiguousarray(label_LD[::step], np.float32))
         for begin in range(0, num_labels, _ADDED):
             some_LD = np.ascontiguousarray(label_LD[begin : begin + _ADDED], np.float32)
             index.add(some_LD)

@@ -154,7 +154,6 @@ def validate_dataset(
     docs: bool = True,
     limits: Validation | None = None,
     find: Callable[[list[str], list[str]], tuple[Places, Places]] | None = None,
-    change: Any = None,
     reading: Reading = TITLES,
 ) -> dict[str, Any]:
     """Check a stored data set and write the verdict.
@@ -168,8 +167,6 @@ def validate_dataset(
         find: maps uids of queries and uids of labels to their places in the raw files; None:
             samples have only their row in the data set. Called only for critical failures, because
             it reads all raw files again.
-        change: change since the champion's data, for index.html; see
-        `pipeline.drift_check.champion_change`.
         reading: how the model reads the texts; empty, duplicate and leaked texts are those that it
         reads as such.
 
@@ -214,7 +211,6 @@ def validate_dataset(
             texts=_texts(results, dataset, reading),
             charts=distributions(tables),
             facts=text_counts(dataset, reading, queries, labels),
-            change=change,
         )
         (out / "index.html").write_text(page, encoding="utf-8")
     return verdict
