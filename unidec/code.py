@@ -34,10 +34,10 @@ DECIDED_BY: dict[str, tuple[str, ...]] = {
     "evaluation": ("evaluation", "metric_names.py", "pipeline/evaluation.py"),
     # results of comparisons
     "metrics": ("evaluation/metrics.py", "pipeline/evaluation.py"),
-    "peers": ("comparison/peers", "../comparison/peers", "evaluation/baselines.py"),
+    "peers": ("comparison/peers", "evaluation/baselines.py"),
 }
-"""Files and folders of the package, and of the checkout beside it. What only calls them (`cli`,
-`flows`, most of `pipeline`) decides nothing.
+"""Files and folders of the package. What only calls them (`cli`, `flows`, most of `pipeline`)
+decides nothing.
 """
 
 

@@ -20,9 +20,8 @@ import psutil
 import pytest
 import scipy.sparse as sp
 
-from unidec.comparison.peers import PEERS, running
+from unidec.comparison.peers import PEERS, linear, running
 from unidec.comparison.peers.running import (
-    SCRIPTS,
     features,
     requirements,
     run_peer,
@@ -43,6 +42,7 @@ SETTINGS = {
     "threads": 1,
     "seed": 4,
 }
+SCRIPTS = Path(running.__file__).parent
 
 
 @pytest.fixture(autouse=True)
@@ -256,14 +256,8 @@ def test_a_script_that_fails_shows_the_end_of_its_log(own, tiny_dataset, folder)
 # ---------------------------------------------------------------------------
 
 
-@pytest.fixture
-def linear(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    return importlib.import_module("linear")
-
-
 @pytest.mark.parametrize("seed", range(4))
-def test_their_ndcg_equals_ours(seed, linear):
+def test_their_ndcg_equals_ours(seed):
     rng = np.random.default_rng(seed)
     scores = sp.csr_matrix(rng.random((30, 20)) * (rng.random((30, 20)) < 0.3))
     truth = sp.csr_matrix(rng.random((30, 20)) < 0.15)
@@ -300,7 +294,7 @@ class Guess:
     ],
 )
 def test_of_several_trials_the_best_on_the_validation_split_predicts(
-    folder, monkeypatch, linear, has_validation, want
+    folder, monkeypatch, has_validation, want
 ):
     one = sp.csr_matrix(np.eye(3, 5, dtype=np.float32))
     relevant = sp.csr_matrix(np.tile([0.0, 0, 1, 0], (3, 1)))
@@ -356,14 +350,13 @@ def test_ending_the_group_ends_the_script_too(folder):
 
 
 @pytest.fixture
-def sentence(monkeypatch):
+def sentence():
     """The script as a module, only where its own packages are installed: accelerate and datasets
     are no packages of ours.
     """
     for package in ("sentence_transformers", "datasets", "accelerate"):
         pytest.importorskip(package)
-    monkeypatch.syspath_prepend(SCRIPTS)
-    return importlib.import_module("sentence")
+    return importlib.import_module("unidec.comparison.peers.sentence")
 
 
 def some_pairs(rng, *, mined):

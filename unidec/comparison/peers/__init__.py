@@ -1,9 +1,8 @@
 """Systems from outside, run on the same data and measured by the same code: what our recipes are
 compared with.
 
-TF-IDF rankers run in this process; every other peer is a script of the folder `comparison/peers` of
-a checkout. A script imports nothing of unidec and names its packages in its head (PEP 723), by
-which `uv run` finds them."""
+TF-IDF rankers run in this process; every other peer is a script beside this file. A script imports
+nothing of unidec and names its packages in its head (PEP 723), by which `uv run` finds them."""
 
 from __future__ import annotations
 
@@ -12,7 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Peer:
-    """One system: what it does, and its script ("": a TF-IDF ranker, the same for every seed)."""
+    """One system: what it does, and its script beside this file ("": a TF-IDF ranker, the same for
+    every seed).
+    """
 
     about: str
     script: str = ""

@@ -28,14 +28,12 @@ from unidec.data.dataset import Split, Text, XMCDataset
 from unidec.data.storage import write_json
 from unidec.errors import ArtifactError, DataError, TrainingError
 from unidec.evaluation.baselines import fit_words, rank, top_rows
-from unidec.version import PACKAGE
 
 Floats = NDArray[np.float32]
 K = 100  # labels that are left after filters
 TASK = Path("peer-task")
 OUT = Path("peer-output")
 LOG = Path("peer.log")
-SCRIPTS = PACKAGE.parent / "comparison" / "peers"
 _HEAD = re.compile(r"(?m)^# /// script$\s(?P<text>(^#(| .*)$\s)+)^# ///$")  # as PEP 723 gives it
 
 
@@ -169,7 +167,7 @@ def _scripted(
 ) -> tuple[NDArray[np.int64], dict[str, Any]]:
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir()
-    script = SCRIPTS / PEERS[name].script
+    script = Path(__file__).parent / PEERS[name].script
     given = json.dumps({**settings, "peer": name, "width": width})
     arguments = [str(TASK.absolute()), str(OUT.absolute()), given]
     run_script([*start_command(script), *arguments], settings["threads"])
@@ -200,11 +198,8 @@ def start_command(script: Path) -> list[str]:
     """How to start a script: by this interpreter where it has all packages, else by `uv run`.
 
     Raises:
-        ArtifactError: there is no script, or packages are missing and there is no uv.
+        ArtifactError: packages are missing, and there is no uv.
     """
-    if not script.is_file():
-        fix = "run it in a checkout of unidec, or leave this peer out"
-        raise ArtifactError("a peer's script is missing", where=script, fix=fix)
     if all(map(_is_installed, requirements(script))):
         return [sys.executable, str(script)]
     beside = str(Path(sys.executable).parent)
