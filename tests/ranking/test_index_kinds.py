@@ -12,6 +12,8 @@ from helpers.tiny_bundle import recall_with_ties
 
 from unidec.config import load_params
 from unidec.config.index_spec import COMPRESSED, KINDS, IndexSpec, Kind
+from unidec.data.storage import write_file
+from unidec.data.temporary import remove
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model.faiss_library import faiss_module
 from unidec.ranking import index as index_module
@@ -358,7 +360,10 @@ def test_automatic_lists_and_probes():
 
 @pytest.mark.parametrize("kind", sorted(COMPRESSED))
 @pytest.mark.parametrize("num_labels", [1, 9, 700])
-def test_all_cores_build_the_same_bytes_as_one_thread_of_faiss(kind, num_labels, rng, monkeypatch):
+def test_all_cores_build_the_same_bytes_as_one_thread_of_faiss(
+    kind, num_labels, rng, tmp_path, monkeypatch
+):
+    """Also stopped and resumed: finished blocks are read, and nothing is left of them."""
     vectors = _clusters(rng, num_labels)
     spec = IndexSpec(kind=kind)
     heads = as_heads(vectors)
@@ -371,5 +376,36 @@ def test_all_cores_build_the_same_bytes_as_one_thread_of_faiss(kind, num_labels,
     monkeypatch.setattr(index_module, "ROWS_AT_ONCE", 100)
     for cores in (1, 2, 5):
         monkeypatch.setenv("OMP_NUM_THREADS", str(cores))
-        built = LabelIndex.build(vectors, spec)
-        assert np.array_equal(faiss_module().serialize_index(built.stored), expected)
+        parts = tmp_path / "parts"
+
+        def stop(*_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(index_module, "remove", stop)
+        with pytest.raises(KeyboardInterrupt):
+            LabelIndex.build(vectors, spec, parts=parts)
+        assert len(list(parts.iterdir())) == -(-num_labels // 100)
+        monkeypatch.setattr(index_module, "remove", remove)
+        monkeypatch.setattr(index_module, "write_file", never)
+        resumed = LabelIndex.build(vectors, spec, parts=parts)
+        monkeypatch.setattr(index_module, "write_file", write_file)
+        assert not parts.exists()
+        for built in (resumed, LabelIndex.build(vectors, spec)):
+            found = faiss_module().serialize_index(built.stored)
+            assert np.array_equal(found, expected)
+
+
+def test_parts_of_other_vectors_are_not_read(rng, tmp_path, monkeypatch):
+    monkeypatch.setattr(index_module, "remove", lambda _: None)
+    spec = IndexSpec(kind="pq")
+    for _ in range(2):
+        vectors = _clusters(rng, 60)
+        with_parts = LabelIndex.build(vectors, spec, parts=tmp_path)
+        plain = LabelIndex.build(vectors, spec)
+        found = (faiss_module().serialize_index(one.stored) for one in (with_parts, plain))
+        assert np.array_equal(*found)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def never(*_, **__):
+    raise AssertionError("not needed")

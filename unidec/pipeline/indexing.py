@@ -100,7 +100,9 @@ def index(params: Params) -> Indexed:
         say(f"no probabilities: {what}")
     heads = ranking.heads(settings, blend.clf_weight)
     spec = IndexSpec.parse(settings.factory, settings.search)
-    label_index = LabelIndex.build(heads, spec, show=True)
+    label_index = LabelIndex.build(
+        heads, spec, show=True, parts=paths.BUNDLE.with_name("index.parts")
+    )
     voting = knn = voters = None
     if neighbours is not None and (blend.knn_weight or blend.fusion):
         voting = ranking.voting(neighbours, settings.knn_neighbours)

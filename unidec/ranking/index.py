@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import itertools
 import os
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ import numpy.typing as npt
 
 from unidec.config.index_spec import COMPRESSED, FLAT, IndexSpec, Kind
 from unidec.cores import in_order, num_threads, thread_pool
-from unidec.data.storage import write_file
+from unidec.data.storage import load_array, write_file
+from unidec.data.temporary import remove
 from unidec.model.faiss_library import faiss_module
 from unidec.progress import progress
 from unidec.ranking.faiss_file import read_index_file
@@ -132,6 +134,7 @@ class LabelIndex:
         spec: IndexSpec = FLAT,
         threads: int = 1,
         show: bool = False,
+        parts: Path | None = None,
     ) -> LabelIndex:
         """Index label vectors.
 
@@ -147,9 +150,12 @@ class LabelIndex:
             threads: threads that build an index that is not compressed, 0 for faiss's default;
                 with more than one, an HNSW graph is not reproducible.
             show: print progress.
+            parts: folder in which the codes of a compressed kind are kept while it is built, so
+                that a build that was stopped resumes; removed at the end. None: they are not kept.
 
         Raises:
             ValueError: there are no labels, or a number is not finite.
+            ArtifactError: not enough space in `parts`.
             UnidecError: faiss is not installed.
         """
         vectors = as_heads(vectors_LD)
@@ -169,7 +175,7 @@ class LabelIndex:
                 )
             if is_compressed:
                 _train(index, vectors)
-                encoded = stack.enter_context(_encoded(index, vectors, blocks))
+                encoded = stack.enter_context(_encoded(index, vectors, blocks, parts))
             for rows in blocks:
                 if is_compressed:
                     index.add_sa_codes(next(encoded))
@@ -177,6 +183,8 @@ class LabelIndex:
                     index.add(_checked_rows(vectors, rows, index.d))
                 if bar is not None:
                     bar.update(len(rows))
+        if parts is not None:
+            remove(parts)
         return cls(index, spec, vectors)
 
     def search(
@@ -376,15 +384,27 @@ def _checked_rows(vectors: Heads, rows_P: Rows, width: int) -> Floats:
 
 @contextlib.contextmanager
 def _encoded(
-    index: Any, vectors: Heads, blocks: list[Rows]
+    index: Any, vectors: Heads, blocks: list[Rows], parts: Path | None
 ) -> Iterator[Iterator[npt.NDArray[np.uint8]]]:
     """The codes of each block of labels, with their lists, as `add_sa_codes` takes them.
 
-    Each block is encoded by one thread: BLAS rounds differently with several.
+    Each block is encoded by one thread: BLAS rounds differently with several. A file of codes has
+    the name of what decides them.
     """
+    trained = hashlib.sha256(faiss_module().serialize_index(index))
 
     def encode(rows: Rows) -> npt.NDArray[np.uint8]:
-        return index.sa_encode(_checked_rows(vectors, rows, index.d))
+        vectors_PD = _checked_rows(vectors, rows, index.d)
+        if parts is None:
+            return index.sa_encode(vectors_PD)
+        name = trained.copy()
+        name.update(vectors_PD.data)
+        path = parts / f"{name.hexdigest()}.npy"
+        if not path.is_file():
+            codes = index.sa_encode(vectors_PD)
+            with write_file(path, num_bytes=codes.nbytes) as file:
+                np.save(file, codes)
+        return load_array(path, np.uint8, ndim=2)
 
     with thread_pool() as threads:
         yield in_order((threads.submit(encode, rows) for rows in blocks), num_threads())
