@@ -14,7 +14,7 @@ BIN       := $(VENV)/bin
 STAMP     := $(VENV)/.installed
 SHELL     := /bin/bash
 # modules without compiled bytecode: tests, code generators, most of 450 model architectures, and tools that start rarely
-NOT_COMPILED := /(tests|_inductor)/|/transformers/models/(?!__init__|auto/|bert/)|/site-packages/(databricks|pip|setuptools|mypy|mypyc|fontTools|schemathesis|hypothesis)/
+NOT_COMPILED := /(tests|_inductor)/|/transformers/models/(?!__init__|auto/|bert/)|/site-packages/(databricks|pip|setuptools|mypy|mypyc|fontTools|schemathesis|hypothesis|dask|distributed)/
 
 # a container's user id may have no name, and DVC requires one
 ifeq ($(USER)$(LOGNAME),)

@@ -1,13 +1,16 @@
-"""Predict a file of queries of any size, in shards; resumable (docs/scale.md).
+"""Predict a file of queries of any size, in shards; resumable; on this machine or on a cluster
+(docs/scale.md).
 
 Run `python -m flows.predict`, or the deployment `unidec-predict/predict`. `unidec predict` does the
-same in a single process, without Prefect. Shards are tasks, mapped over processes or threads
-(`runner`, or UNIDEC_RUNNER).
+same in a single process, without Prefect. Shards are tasks, mapped over processes or threads, or a
+Dask or Ray cluster (`runner`, or UNIDEC_RUNNER); workers receive a folder and a number, import this
+module by its name, and must see the same folders.
 
 examples:
   python -m flows.predict --input queries.parquet --output predictions.parquet
   python -m flows.predict --input q.csv.gz --output p.parquet -k 10 --shards 64 --runner processes:8
-  python -m flows.predict --input q.parquet --output p.parquet --bundle models:/unidec@champion
+  python -m flows.predict --input q.parquet --output p.parquet --bundle models:/unidec@champion \\
+      --runner dask://scheduler:8786
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ if __name__ == "__main__":
     raise SystemExit(main("predict"))
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import re
@@ -41,14 +45,17 @@ from unidec.progress import progress
 from unidec.tracking.fetch import fetch_bundle
 
 VARIABLE = "UNIDEC_RUNNER"
-SYNTAX = "processes or threads, also with :N workers"
+SYNTAX = "processes or threads, also with :N workers, or dask://host:port, ray://host:port"
 
 
 class Runner(NamedTuple):
-    """A parsed runner: "processes" or "threads", and the number of workers."""
+    """A parsed runner: "processes" or "threads" with a number of workers, or "dask" or "ray" with
+    an address.
+    """
 
     kind: str
-    workers: int
+    workers: int = 0
+    address: str = ""
 
 
 def parse_runner(text: str | None) -> Runner:
@@ -56,17 +63,28 @@ def parse_runner(text: str | None) -> Runner:
     match `SYNTAX`.
     """
     text = text or os.environ.get(VARIABLE) or "processes"
-    found = re.fullmatch(r"(processes|threads)(?::([1-9]\d{0,3}))?", text)
-    if found is None:
-        where = f"runner (or {VARIABLE})"
-        raise ConfigError("no such runner", where=where, got=text, expected=SYNTAX)
-    return Runner(found[1], int(found[2] or num_threads()))
+    if found := re.fullmatch(r"(dask|ray)://(\S+:\d+)", text):
+        return Runner(found[1], address=("tcp://" if found[1] == "dask" else "ray://") + found[2])
+    if found := re.fullmatch(r"(processes|threads)(?::([1-9]\d{0,3}))?", text):
+        return Runner(found[1], int(found[2] or num_threads()))
+    raise ConfigError("no such runner", where=f"runner (or {VARIABLE})", got=text, expected=SYNTAX)
 
 
-def _task_runner(kind: str, workers: int) -> TaskRunner[Any]:
-    if kind == "threads":
-        return ThreadPoolTaskRunner(max_workers=workers)
-    return ProcessPoolTaskRunner(max_workers=workers, initializer=_begin_worker)
+def _task_runner(runner: Runner) -> TaskRunner[Any]:
+    if runner.kind == "processes":
+        return ProcessPoolTaskRunner(max_workers=runner.workers, initializer=_begin_worker)
+    if runner.kind == "threads":
+        return ThreadPoolTaskRunner(max_workers=runner.workers)
+    try:
+        package = importlib.import_module(f"prefect_{runner.kind}")
+    except ImportError as error:
+        raise ConfigError(
+            "a package is not installed",
+            where="runner",
+            got=str(error),
+            fix=f'pip install -c constraints.txt -e ".[{runner.kind}]"',
+        ) from error
+    return getattr(package, f"{runner.kind.capitalize()}TaskRunner")(address=runner.address)
 
 
 def _begin_worker() -> None:
@@ -98,19 +116,24 @@ def write_shards(work: Work, runner: str | None = None) -> None:
     Raises:
         UnidecError: a shard's error, with the shard and its rows; TrainingError: its worker died.
     """
-    kind, workers = parse_runner(runner)
+    where = parse_runner(runner)
     missing = work.missing()
     if not missing:
         return
-    if len(missing) == 1:  # a process pool would take longer to start
-        kind = "threads"
-    workers = min(workers, len(missing))
-    threads = max(1, num_threads() // workers)
+    if not where.address:  # for a single shard a process pool would take longer to start
+        where = Runner(
+            "threads" if len(missing) == 1 else where.kind, min(where.workers, len(missing))
+        )
+    threads = 0 if where.address else max(1, num_threads() // where.workers)
     errors: dict[int, Exception] = {}
     bar = progress(total=sum(map(work.size, missing)), desc="predict", unit="query")
     # must be set before the workers start: OpenMP reads it only once
-    cores = lifecycle.environment("OMP_NUM_THREADS", str(threads))
-    with bar, cores, _task_runner(kind, workers) as pool, _no_orphans():
+    cores = (
+        lifecycle.environment("OMP_NUM_THREADS", str(threads))
+        if threads
+        else contextlib.nullcontext()
+    )
+    with bar, cores, _task_runner(where) as pool, _no_orphans():
         given = {
             "folder": unmapped(str(work.folder)),
             "number": missing,
@@ -176,7 +199,8 @@ def predict(
         k: labels per query.
         column: column of the queries; default: `query` or `text`.
         shards: number of shards; default: one per 65,536 queries.
-        runner: processes or threads (:N workers); default UNIDEC_RUNNER, processes.
+        runner: processes, threads (:N workers), dask://host:port or ray://host:port; default
+        UNIDEC_RUNNER, processes.
         device: device that workers run the model on.
         runtime: runtime of the query encoder; auto: as in the server.
         quotes: whether quotes in a .csv or .tsv file enclose fields, as in `raw.quotes`.

@@ -1,4 +1,6 @@
-"""Shards over processes: the bytes of one piece, also when workers are killed."""
+"""Shards over processes and over a real Dask cluster: the bytes of one piece, also when workers are
+killed.
+"""
 
 from __future__ import annotations
 
@@ -127,6 +129,22 @@ def ask(place, tmp_path, predict, prefect_server):
     return ask
 
 
+@pytest.fixture
+def cluster():
+    """A Dask cluster of two workers on loopback, started by somebody else than the flow."""
+    import distributed
+
+    with distributed.LocalCluster(
+        n_workers=2,
+        threads_per_worker=1,
+        host="127.0.0.1",
+        dashboard_address=None,
+        memory_limit=None,
+        scheduler_kwargs={"dashboard_address": "127.0.0.1:0"},
+    ) as cluster:
+        yield cluster
+
+
 def once_a_shard_is_whole(folder: Path, act) -> threading.Thread:
     """Calls `act` in a thread when the first shard is there."""
 
@@ -156,6 +174,19 @@ def test_processes_of_this_machine(ask, tmp_path):
     assert len(killed) == 1 and multiprocessing.active_children() == []
     # the same command, in whatever way; with processes to the end: test_what_the_flow_starts_itself
     ask("threads:1")
+
+
+@pytest.mark.slow
+def test_a_dask_cluster_that_loses_a_worker(ask, tmp_path, cluster):
+    killed, left = cluster.workers.values()
+    killed.auto_restart = False
+    pid = killed.pid
+    thread = once_a_shard_is_whole(
+        tmp_path / "out.parquet.shards", lambda: os.kill(pid, signal.SIGKILL)
+    )
+    ask(cluster.scheduler_address.replace("tcp://", "dask://"))
+    thread.join()
+    assert killed.pid != pid and left.pid is not None
 
 
 @pytest.mark.slow
@@ -224,17 +255,23 @@ def test_a_shard_that_keeps_failing_is_named(place, tmp_path, module, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "workers"), [("processes:3", "processes", 3), ("threads:1", "threads", 1)]
+    ("text", "kind", "address", "workers"),
+    [
+        ("processes:3", "processes", "", 3),
+        ("threads:1", "threads", "", 1),
+        ("dask://10.0.0.1:8786", "dask", "tcp://10.0.0.1:8786", 0),
+        ("ray://head:10001", "ray", "ray://head:10001", 0),
+    ],
 )
-def test_one_setting_chooses_the_runner(module, monkeypatch, text, kind, workers):
-    assert module.parse_runner(text) == module.Runner(kind, workers)
+def test_one_setting_chooses_the_runner(module, monkeypatch, text, kind, address, workers):
+    assert module.parse_runner(text) == module.Runner(kind, workers, address)
     monkeypatch.setenv("UNIDEC_RUNNER", text)
-    assert module.parse_runner(None) == module.Runner(kind, workers)
+    assert module.parse_runner(None) == module.Runner(kind, workers, address)
 
 
 @pytest.mark.parametrize(
     "text",
-    ["spark", "processes:0", "dask://host:1", "processes://x:1", "tcp://x:1"],
+    ["spark", "processes:0", "dask:2", "dask://host", "processes://x:1", "tcp://x:1", "ray:x"],
 )
 def test_an_unknown_runner_is_refused(module, text):
     with pytest.raises(ConfigError, match="no such runner"):
