@@ -17,6 +17,8 @@ from scipy.sparse import csr_matrix
 from unidec.data.storage import REBUILD, load_array
 from unidec.errors import ArtifactError
 
+BLOCK_ROWS = 1 << 18  # rows of a CSR matrix at once
+
 
 @contextlib.contextmanager
 def growing_array(
@@ -82,3 +84,18 @@ def load_csr(
         ) from error
     matrix.has_sorted_indices = matrix.has_canonical_format = True
     return matrix
+
+
+def row_blocks(indptr: np.ndarray, most: int = 1 << 20) -> Iterator[tuple[int, int]]:
+    """First and last row (exclusive) of blocks that cover all rows of a CSR matrix, each with about
+    `most` entries; at least one block.
+    """
+    start = 0
+    last = len(indptr) - 1
+    while True:
+        end = int(np.searchsorted(indptr, indptr[start] + most, side="right")) - 1
+        end = min(max(end, start + 1), start + BLOCK_ROWS, last)
+        yield start, end
+        start = end
+        if start >= last:
+            return

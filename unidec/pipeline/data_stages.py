@@ -89,7 +89,7 @@ def validate(params: Params) -> Validated:
         DataError: an expectation of severity "critical" failed.
     """
     from unidec.pipeline.drift_check import champion_change
-    from unidec.validation.frames import Reading
+    from unidec.validation.facts import Reading
     from unidec.validation.suite import validate_dataset
 
     def find(queries: list[str], labels: list[str]) -> tuple[dict[str, str], dict[str, str]]:
