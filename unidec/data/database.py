@@ -8,26 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 
 from unidec.cores import usable_cores
+from unidec.data.spool import BLOCK_ROWS, Numbers
 from unidec.data.storage import storage_error
 from unidec.data.temporary import remove, remove_stale, temporary_path
 
 Database = duckdb.DuckDBPyConnection
-MEMORY_MIB = 512  # for two threads; more threads get as much each
+MEMORY_MIB = 256  # for two threads; more threads get as much each
 _NAME = "tables"
 
 
 @contextlib.contextmanager
-def database(folder: Path, num_bytes: int = 0) -> Iterator[Database]:
-    """An empty database, whose temporary files are in a folder in `folder` until the block ends.
+def database(folder: Path | None = None, num_bytes: int = 0) -> Iterator[Database]:
+    """An empty database, whose temporary files are in a folder in `folder` (None: in the system's
+    folder for temporary files) until the block ends.
 
     Args:
         num_bytes: about how much it needs on disk, for the error message if there is no space.
@@ -35,6 +40,7 @@ def database(folder: Path, num_bytes: int = 0) -> Iterator[Database]:
     Raises:
         ArtifactError: there is no space for the temporary files.
     """
+    folder = folder or Path(tempfile.gettempdir())
     remove_stale(folder, _NAME)
     spill = temporary_path(folder / _NAME)
     threads = usable_cores()
@@ -65,13 +71,40 @@ def fill(tables: Database, select: str, blocks: Iterable[pa.RecordBatch]) -> Non
     """
     blocks = iter(blocks)
     first = next(blocks)
-
-    def all_blocks() -> Iterator[pa.RecordBatch]:
-        yield first
-        yield from blocks
-
-    tables.register("given", pa.RecordBatchReader.from_batches(first.schema, all_blocks()))
+    reader = pa.RecordBatchReader.from_batches(first.schema, itertools.chain([first], blocks))
+    tables.register("given", reader)
     try:
         tables.execute(select)
     finally:
         tables.unregister("given")
+
+
+def ordered(tables: Database, select: str) -> Iterator[pa.RecordBatch]:
+    """The rows of a statement's result, in blocks."""
+    yield from tables.sql(select).to_arrow_reader(BLOCK_ROWS)
+
+
+def first_rows(
+    texts: Iterable[pa.Array], known: Iterable[pa.Array], folder: Path | None = None
+) -> np.ndarray:
+    """For each text the first row of the same text in `known`, int64; -1 if there is none."""
+    numbers = Numbers(np.int64, folder)
+    with database(folder) as tables:
+        first = "CREATE TABLE known AS SELECT text, min(row) AS first FROM given GROUP BY text"
+        fill(tables, first, _numbered(known))
+        found = "CREATE TABLE found AS SELECT row, first FROM given LEFT JOIN known USING (text)"
+        fill(tables, found, _numbered(texts))
+        select = "SELECT coalesce(first, -1) AS first FROM found ORDER BY row"
+        for block in ordered(tables, select):
+            numbers.add(block["first"])
+    return numbers.array()
+
+
+def _numbered(texts: Iterable[pa.Array]) -> Iterator[pa.RecordBatch]:
+    """Texts as bytes, with their rows."""
+    row = 0
+    for block in itertools.chain(texts, [pa.array([], pa.large_string())]):
+        rows = np.arange(row, row + len(block))
+        given = {"row": rows, "text": block.cast(pa.large_binary())}
+        yield pa.RecordBatch.from_pydict(given)
+        row += len(block)

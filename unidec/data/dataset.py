@@ -6,17 +6,20 @@ Shape suffixes: N queries of all splits, L labels.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from scipy.sparse import csr_matrix
 
-from unidec.data.array_file import load_csr
-from unidec.data.raw import SPLITS, TEXT_SCHEMA, RawData, are_blank, hold_out, stack
+from unidec.data.array_file import growing_array, load_csr, row_blocks
+from unidec.data.raw import SPLITS, TEXT_SCHEMA, RawData, are_blank, hold_out
 from unidec.data.storage import (
     files_sha256,
     load_array,
@@ -158,14 +161,18 @@ def write_dataset(
     """
     order = [split for split in SPLITS if split in raw.queries]
     queries = pa.concat_tables([raw.queries[split] for split in order])
-    relevance = stack([raw.relevance[split] for split in order])
-    filter_pairs = stack([raw.filter_pairs[split] for split in order])
+    relevance = [raw.relevance[split] for split in order]
+    filter_pairs = [raw.filter_pairs[split] for split in order]
+    num_pairs = sum(matrix.nnz for matrix in relevance)
+    num_filter_pairs = sum(matrix.nnz for matrix in filter_pairs)
     numbers = [SPLITS.index(split) for split in order]
     sizes = [raw.queries[split].num_rows for split in order]
     split_N = np.repeat(np.asarray(numbers, dtype=np.uint8), sizes)
     if "validation" not in order:
         train = raw.queries["train"]
-        held = hold_out(train, raw.filter_pairs["train"], validation_share, split_seed)
+        folder = Path(os.path.abspath(path)).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        held = hold_out(train, raw.filter_pairs["train"], validation_share, split_seed, folder)
         split_N[: len(held)][held] = SPLITS.index("validation")
     split_sizes = np.bincount(split_N, minlength=len(SPLITS))
     meta = {
@@ -173,29 +180,46 @@ def write_dataset(
         "format": raw.format,
         "num_queries": queries.num_rows,
         "num_labels": raw.num_labels,
-        "num_pairs": int(relevance.nnz),
-        "num_filter_pairs": int(filter_pairs.nnz),
+        "num_pairs": num_pairs,
+        "num_filter_pairs": num_filter_pairs,
         "splits": dict(zip(SPLITS, split_sizes.tolist(), strict=True)),
         "raw_sha256": files_sha256(raw.files),
         "raw_files": raw.files,
     }
-    arrays = {
-        "split": split_N,
-        "relevance_indptr": relevance.indptr.astype(np.int64),
-        "relevance_indices": relevance.indices.astype(np.int32),
-        "relevance_data": relevance.data.astype(np.float32),
-        "filter_indptr": filter_pairs.indptr.astype(np.int64),
-        "filter_indices": filter_pairs.indices.astype(np.int32),
-    }
-    parts = [queries, raw.labels, *arrays.values()]
-    with write_folder(
-        path, KIND, VERSION, meta, num_bytes=sum(part.nbytes for part in parts)
-    ) as out:
+    num_bytes = queries.nbytes + raw.labels.nbytes + 17 * queries.num_rows
+    num_bytes += 8 * num_pairs + 4 * num_filter_pairs
+    with write_folder(path, KIND, VERSION, meta, num_bytes=num_bytes) as out:
         write_texts_table(out.path / "queries.arrow", queries)
         write_texts_table(out.path / "labels.arrow", raw.labels)
-        for name, array in arrays.items():
-            np.save(out.path / f"{name}.npy", array, allow_pickle=False)
+        np.save(out.path / "split.npy", split_N, allow_pickle=False)
+        _write_pairs(out.path, "relevance", relevance)
+        _write_pairs(out.path, "filter", filter_pairs)
     return XMCDataset.open(path, verify=False)
+
+
+def _write_pairs(folder: Path, name: str, matrices: Sequence[csr_matrix]) -> None:
+    """Write CSR matrices one below the other, with sorted indices, a block of rows at a time. The
+    values of filter pairs, which all are True, are not stored.
+    """
+    with contextlib.ExitStack() as files:
+
+        def new_file(part: str, dtype: npt.DTypeLike) -> Callable[[npt.NDArray[Any]], None]:
+            return files.enter_context(growing_array(folder / f"{name}_{part}.npy", dtype))
+
+        add_ends = new_file("indptr", np.int64)
+        add_columns = new_file("indices", np.int32)
+        add_values = new_file("data", np.float32) if name == "relevance" else None
+        add_ends(np.zeros(1))
+        done = 0
+        for matrix in matrices:
+            for start, end in row_blocks(matrix.indptr):
+                part = csr_matrix(matrix[start:end])
+                part.sort_indices()
+                add_ends(part.indptr[1:].astype(np.int64) + done)
+                add_columns(part.indices)
+                if add_values is not None:
+                    add_values(part.data)
+                done += part.nnz
 
 
 def _refuse(path: Path, what: str, got: object, expected: object) -> NoReturn:
