@@ -79,6 +79,12 @@ def fill(tables: Database, select: str, blocks: Iterable[pa.RecordBatch]) -> Non
         tables.unregister("given")
 
 
+def one_row(tables: Database, select: str) -> tuple[Any, ...]:
+    """The only row of a statement's result."""
+    (row,) = tables.execute(select).fetchall()
+    return tuple(row)
+
+
 def ordered(tables: Database, select: str) -> Iterator[pa.RecordBatch]:
     """The rows of a statement's result, in blocks."""
     yield from tables.sql(select).to_arrow_reader(BLOCK_ROWS)

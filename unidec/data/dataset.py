@@ -6,19 +6,17 @@ Shape suffixes: N queries of all splits, L labels.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from scipy.sparse import csr_matrix
 
-from unidec.data.array_file import growing_array, load_csr, row_blocks
+from unidec.data.array_file import load_csr, row_blocks, write_csr
 from unidec.data.raw import SPLITS, TEXT_SCHEMA, RawData, are_blank, hold_out
 from unidec.data.storage import (
     files_sha256,
@@ -192,34 +190,16 @@ def write_dataset(
         write_texts_table(out.path / "queries.arrow", queries)
         write_texts_table(out.path / "labels.arrow", raw.labels)
         np.save(out.path / "split.npy", split_N, allow_pickle=False)
-        _write_pairs(out.path, "relevance", relevance)
-        _write_pairs(out.path, "filter", filter_pairs)
+        write_csr(out.path, "relevance_", _row_blocks(relevance), np.float32)
+        write_csr(out.path, "filter_", _row_blocks(filter_pairs), bool)
     return XMCDataset.open(path, verify=False)
 
 
-def _write_pairs(folder: Path, name: str, matrices: Sequence[csr_matrix]) -> None:
-    """Write CSR matrices one below the other, with sorted indices, a block of rows at a time. The
-    values of filter pairs, which all are True, are not stored.
-    """
-    with contextlib.ExitStack() as files:
-
-        def new_file(part: str, dtype: npt.DTypeLike) -> Callable[[npt.NDArray[Any]], None]:
-            return files.enter_context(growing_array(folder / f"{name}_{part}.npy", dtype))
-
-        add_ends = new_file("indptr", np.int64)
-        add_columns = new_file("indices", np.int32)
-        add_values = new_file("data", np.float32) if name == "relevance" else None
-        add_ends(np.zeros(1))
-        done = 0
-        for matrix in matrices:
-            for start, end in row_blocks(matrix.indptr):
-                part = csr_matrix(matrix[start:end])
-                part.sort_indices()
-                add_ends(part.indptr[1:].astype(np.int64) + done)
-                add_columns(part.indices)
-                if add_values is not None:
-                    add_values(part.data)
-                done += part.nnz
+def _row_blocks(matrices: Sequence[csr_matrix]) -> Iterator[csr_matrix]:
+    """The rows of matrices that lie one below the other."""
+    for matrix in matrices:
+        for start, end in row_blocks(matrix.indptr):
+            yield csr_matrix(matrix[start:end])
 
 
 def _refuse(path: Path, what: str, got: object, expected: object) -> NoReturn:

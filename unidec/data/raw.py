@@ -5,7 +5,7 @@ a slice from it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +13,9 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from scipy.sparse import csr_matrix, vstack
+from scipy.sparse import csr_matrix
 
-from unidec.data.spool import BLOCK_ROWS, take_pairs, take_texts
+from unidec.data.spool import take_pairs, take_texts
 
 SPLITS: tuple[Literal["train", "validation", "test"], ...] = ("train", "validation", "test")
 TEXT_SCHEMA = pa.schema([(name, pa.large_string()) for name in ("uid", "title", "content")])
@@ -70,18 +70,11 @@ def text_table(uids: Any, titles: Any = None, contents: Any = None) -> pa.Table:
     """Table with columns uid, title and content, from lists or Arrow arrays of texts; None: empty
     texts.
     """
-    empty = _empty_texts(len(uids)) if titles is None or contents is None else None
+    empty = pa.repeat("", len(uids))
     columns = [empty if column is None else column for column in (uids, titles, contents)]
     return pa.table(
         [text_array(column, pa.large_string()) for column in columns], schema=TEXT_SCHEMA
     )
-
-
-def _empty_texts(count: int) -> pa.ChunkedArray:
-    """`count` empty texts, all in the memory of one block."""
-    block = pa.repeat(pa.scalar("", pa.large_string()), min(count, BLOCK_ROWS))
-    last = block.slice(0, count % BLOCK_ROWS)
-    return pa.chunked_array([block] * (count // BLOCK_ROWS) + [last], pa.large_string())
 
 
 def text_array(
@@ -112,13 +105,6 @@ def are_blank(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
 def row_uids(first: int, count: int) -> pa.Array:
     """`count` row numbers from `first`, which serve as uids if the texts have none."""
     return pa.array(np.arange(first, first + count)).cast(pa.large_string())
-
-
-def stack(parts: Sequence[csr_matrix]) -> csr_matrix:
-    """Stacks matrices vertically, with sorted indices."""
-    matrix = csr_matrix(vstack(parts, format="csr"))
-    matrix.sort_indices()
-    return matrix
 
 
 LARGEST_FAMILY = 0.05  # maximum size of a family, as a share of the queries to hold out

@@ -1,11 +1,12 @@
-"""Numbers, texts and pairs of any number that are written once and then read: in memory while they
-are few, then in files without a name, which are mapped and gone when this process ends.
+"""Numbers, texts and pairs of any number, which are written to files without a name, and then
+mapped into memory; the files are gone when this process ends.
 
 Shape suffix: P pairs of a block.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import tempfile
 from array import array
@@ -20,11 +21,8 @@ from scipy.sparse import csr_matrix
 
 from unidec.data.storage import storage_error
 
-MOST_IN_MEMORY = 1 << 20  # bytes of one array or table
 BLOCK_ROWS = 65_536
 _CODES = {"int32": "i", "int64": "q", "float64": "d", "float32": "f", "bool": "b"}
-Triples = Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]
-"""Blocks of pairs: row and column, int [P], and value [P]; sorted by row and column."""
 
 
 class Spool:
@@ -37,38 +35,37 @@ class Spool:
     closed = False  # as Arrow asks of a file
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder
-        self._file = tempfile.SpooledTemporaryFile(MOST_IN_MEMORY, dir=folder)  # noqa: SIM115
+        self._folder = folder or Path(tempfile.gettempdir())
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         self._size = 0
 
     def __del__(self) -> None:
         self._file.close()  # a mapping stays
 
     def write(self, data: Any) -> int:
-        """Append bytes. Raises ArtifactError: no space, with the bytes needed so far."""
+        """Append bytes."""
         self._size += memoryview(data).nbytes
-        try:
+        with self._naming_size():
             return self._file.write(data)
-        except OSError as error:
-            raise self._error(error) from error
 
     def flush(self) -> None:
         """For Arrow."""
 
     def content(self) -> bytes | mmap.mmap:
         """All bytes; nothing may be written after that."""
-        if self._size <= MOST_IN_MEMORY:
-            self._file.seek(0)
-            return self._file.read()
-        try:
+        with self._naming_size():
             self._file.flush()
-        except OSError as error:
-            raise self._error(error) from error
+        if not self._size:
+            return b""
         return mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
 
-    def _error(self, error: OSError) -> Exception:
-        folder = self._folder or Path(tempfile.gettempdir())
-        return storage_error(folder / "temporary file", error, self._size)
+    @contextlib.contextmanager
+    def _naming_size(self) -> Iterator[None]:
+        """Raises ArtifactError: no space, with the bytes needed so far."""
+        try:
+            yield
+        except OSError as error:
+            raise storage_error(self._folder / "temporary file", error, self._size) from error
 
 
 class Numbers:
@@ -109,28 +106,35 @@ def table_on_disk(
 
 
 def csr_on_disk(
-    triples: Triples, shape: tuple[int, int], dtype: npt.DTypeLike, folder: Path | None = None
+    blocks: Iterable[pa.RecordBatch],
+    shape: tuple[int, int],
+    dtype: npt.DTypeLike,
+    folder: Path | None = None,
 ) -> csr_matrix:
-    """A CSR matrix of sorted pairs, each of which occurs once."""
+    """A CSR matrix of pairs: blocks of row, column and value, sorted by row and column. Of a pair
+    that occurs more than once one is kept.
+    """
     ends = Numbers(np.int64, folder)
     columns = Numbers(np.int32, folder)
     values = Numbers(dtype, folder)
     ends.add([0])
-    row = 0  # all rows before it are complete
+    last = (0, -1)  # the pair before the block; all rows before it are complete
     done = 0
-    for row_P, column_P, value_P in triples:
+    for block in blocks:
+        row_P, column_P, value_P = (column.to_numpy() for column in block.columns)
+        is_new_P = np.diff(row_P, prepend=last[0]) != 0
+        is_new_P |= np.diff(column_P, prepend=last[1]) != 0
+        row_P = row_P[is_new_P]
+        columns.add(column_P[is_new_P])
+        values.add(value_P[is_new_P])
         if len(row_P):
-            last = int(row_P[-1])
-            ends.add(done + np.searchsorted(row_P, np.arange(row, last), side="right"))
-            row = last
+            complete = np.arange(last[0], row_P[-1])
+            ends.add(done + np.searchsorted(row_P, complete, side="right"))
+            last = (row_P[-1], column_P[-1])
         done += len(row_P)
-        columns.add(column_P)
-        values.add(value_P)
-    for first in range(row, shape[0], BLOCK_ROWS):
-        ends.add(np.full(min(BLOCK_ROWS, shape[0] - first), done))
+    ends.add(np.full(shape[0] - last[0], done))
     matrix = csr_matrix((values.array(), columns.array(), ends.array()), shape=shape, copy=False)
-    matrix.has_sorted_indices = True
-    matrix.has_canonical_format = True
+    matrix.has_sorted_indices = matrix.has_canonical_format = True
     return matrix
 
 
@@ -141,18 +145,17 @@ def take_texts(table: pa.Table, rows: np.ndarray, folder: Path | None = None) ->
 
 
 def take_pairs(matrix: csr_matrix, rows: np.ndarray, folder: Path | None = None) -> csr_matrix:
-    """These rows of a matrix."""
+    """These rows of a matrix with sorted indices."""
     shape = (len(rows), matrix.shape[1])
     return csr_on_disk(_pairs_of(matrix, rows), shape, matrix.dtype, folder)
 
 
-def _pairs_of(matrix: csr_matrix, rows: np.ndarray) -> Triples:
+def _pairs_of(matrix: csr_matrix, rows: np.ndarray) -> Iterator[pa.RecordBatch]:
     first = 0
     for block in _blocks(rows):
-        part = csr_matrix(matrix[block])
-        part.sort_indices()
-        pairs = part.tocoo()
-        yield pairs.row.astype(np.int64) + first, pairs.col, pairs.data
+        pairs = matrix[block].tocoo()
+        columns = {"row": pairs.row.astype(np.int64) + first, "column": pairs.col}
+        yield pa.RecordBatch.from_pydict({**columns, "value": pairs.data.astype(np.float32)})
         first += len(block)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from unidec.data.database import Database
 from unidec.evaluation.figures import Chart, bar_chart
 
@@ -22,17 +24,18 @@ def _histogram(tables: Database, caption: str, columns: dict[str, str], unit: st
     """Histogram in percent of a column of each table, over bins of doubling width (0, 1, 2 to 3, 4
     to 7, ...), named by their lower bound.
     """
-    counts: dict[str, dict[int, int]] = {}
+    found: dict[str, dict[int, float]] = {}
     for table, column in columns.items():
         bits = f"CASE {column} WHEN 0 THEN 0 ELSE length(bin({column})) END"
-        rows = tables.execute(f"SELECT {bits} AS bits, count(*) FROM {table} GROUP BY bits")
-        counts[table] = dict(rows.fetchall())
-    highest = max((max(count, default=0) for count in counts.values()), default=0)
+        share = "100 * count(*) / sum(count(*)) OVER ()"
+        rows = tables.execute(f"SELECT {bits} AS bits, {share} FROM {table} GROUP BY bits")
+        found[table] = dict(rows.fetchall())
+    highest = max(itertools.chain([0], *found.values()))
     names = ["0", *(f"{2**power:,}" for power in range(highest))]
-    shares = []
-    for table, count in counts.items():
-        total = max(sum(count.values()), 1)
-        shares.append((table, [100 * count.get(bits, 0) / total for bits in range(highest + 1)]))
+    shares = [
+        (table, [share.get(bits, 0.0) for bits in range(highest + 1)])
+        for table, share in found.items()
+    ]
     return bar_chart(
         caption, names, shares, "percent", x_label=f"{unit}; a bar covers its number up to the next"
     )

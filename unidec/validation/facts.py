@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from scipy.sparse import csr_matrix
 
 from unidec.data.array_file import row_blocks
-from unidec.data.database import Database, fill
+from unidec.data.database import Database, fill, one_row
 from unidec.data.dataset import BATCH_ROWS, Text, XMCDataset, texts_read
 from unidec.data.profile import trimmed
 from unidec.data.raw import are_blank
@@ -27,32 +27,40 @@ TOKENISED_QUERIES = 20_000  # number of evenly spaced queries whose tokens are c
 TEXT_BYTES = 160
 PAIR_BYTES = 64
 
+TOKENS = """
+CREATE OR REPLACE TABLE tokens (row BIGINT, unknown_tokens DOUBLE, token_hash UBIGINT, is_cut BOOL)
+"""
+PAIRS = """
+CREATE TABLE pairs AS
+SELECT given.*, filters.query IS NOT NULL AS filtered
+FROM given LEFT JOIN filters USING (query, label)
+"""
 QUERIES = """
 CREATE TABLE queries AS
 WITH read AS (SELECT * EXCLUDE text, hash(text) AS text_hash FROM given),
 trained AS (SELECT DISTINCT text_hash, true AS is_trained FROM read WHERE split = 0)
-SELECT row, uid, split, text_length, num_positives, is_untitled, unknown_tokens,
+SELECT * EXCLUDE (is_trained, text_hash, token_hash, is_cut),
   CASE WHEN text_length > 0 THEN count(*) OVER (PARTITION BY text_hash) ELSE 1 END
     AS queries_with_this_text,
   CASE WHEN split = 2 AND text_length > 0 THEN (is_trained IS NOT NULL)::INT END AS text_in_train
-FROM read LEFT JOIN trained USING (text_hash)
+FROM read LEFT JOIN trained USING (text_hash) LEFT JOIN tokens USING (row)
 """
 LABELS = """
 CREATE TABLE labels AS
-WITH read AS (
-  SELECT * EXCLUDE (text, tokens), hash(text) AS text_hash, hash(tokens) AS token_hash FROM given
-),
+WITH read AS (SELECT * EXCLUDE text, hash(text) AS text_hash FROM given),
 trained AS (
-  SELECT label AS row, count(*) AS num_train_queries FROM pairs
-  WHERE in_train AND relevance > 0 GROUP BY label
+  SELECT label AS row, count(*) AS num_train_queries
+  FROM pairs JOIN queries ON query = queries.row
+  WHERE split = 0 AND relevance > 0 GROUP BY label
 ),
 counted AS (
   SELECT *, CASE WHEN text_length > 0 THEN count(*) OVER (PARTITION BY text_hash) ELSE 1 END
     AS labels_with_this_text,
-  CASE WHEN text_length > 0 THEN count(*) OVER (PARTITION BY token_hash) ELSE 1 END AS with_tokens
-  FROM read
+  CASE WHEN text_length > 0 THEN count(token_hash) OVER (PARTITION BY token_hash) ELSE 1 END
+    AS with_tokens
+  FROM read LEFT JOIN tokens USING (row)
 )
-SELECT row, uid, text_length, is_untitled, labels_with_this_text, unknown_tokens, is_cut,
+SELECT * EXCLUDE (text_hash, token_hash, with_tokens, num_train_queries),
   coalesce(num_train_queries, 0) AS num_train_queries,
   greatest(with_tokens - labels_with_this_text, 0) AS labels_with_these_tokens
 FROM counted LEFT JOIN trained USING (row)
@@ -91,12 +99,17 @@ def collect_facts(tables: Database, dataset: XMCDataset, reading: Reading) -> No
     tokenizer unknown_tokens, labels_with_these_tokens (other labels with another text but the same
     tokens) and is_cut (the text has more tokens than are read).
 
-    pairs: query, label, relevance, in_train (the query is a training query), filtered (the pair is
-    also a filter pair).
+    pairs: query, label, relevance, filtered (the pair is also a filter pair).
     """
-    fill(tables, "CREATE TABLE pairs AS SELECT * FROM given", _pairs(dataset))
-    fill(tables, QUERIES, _texts(dataset, "queries", reading))
-    fill(tables, LABELS, _texts(dataset, "labels", reading))
+    filters = "CREATE TABLE filters AS SELECT DISTINCT query, label FROM given"
+    fill(tables, filters, _pairs(dataset.filter_pairs))
+    fill(tables, PAIRS, _pairs(dataset.relevance))
+    for which, statement in (("queries", QUERIES), ("labels", LABELS)):
+        tables.execute(TOKENS)
+        if reading.tokenizer is not None:
+            known = "INSERT INTO tokens SELECT row, unknown, hash(tokens), is_cut FROM given"
+            fill(tables, known, _tokens(dataset, which, reading))
+        fill(tables, statement, _texts(dataset, which, reading.text))
 
 
 def space_needed(dataset: XMCDataset) -> int:
@@ -105,112 +118,80 @@ def space_needed(dataset: XMCDataset) -> int:
     return TEXT_BYTES * num_texts + PAIR_BYTES * dataset.relevance.nnz
 
 
-def one_row(tables: Database, select: str) -> tuple[Any, ...]:
-    """The only row of a statement's result."""
-    (row,) = tables.execute(select).fetchall()
-    return tuple(row)
-
-
-def _texts(
-    dataset: XMCDataset, which: Literal["queries", "labels"], reading: Reading
-) -> Iterator[pa.RecordBatch]:
+def _texts(dataset: XMCDataset, which: str, text: Text) -> Iterator[pa.RecordBatch]:
     """Facts about single texts, in blocks of rows."""
-    table = dataset.queries if which == "queries" else dataset.labels
-    num_rows = table.num_rows
-    num_tokenised = num_rows if which == "labels" else min(num_rows, TOKENISED_QUERIES)
-    for start in range(0, max(num_rows, 1), BATCH_ROWS):
+    table = getattr(dataset, which)
+    for start in range(0, max(table.num_rows, 1), BATCH_ROWS):
         block = table.slice(start, BATCH_ROWS)
         end = start + block.num_rows
-        texts = texts_read(block, reading.text)
-        text_B, length_B = trimmed(texts)
-        is_untitled_B = are_blank(block["title"]).to_numpy() & (length_B > 0)
+        text_B, length_B = trimmed(texts_read(block, text))
         columns = {
             "row": np.arange(start, end),
             "uid": block["uid"],
             "text": text_B,
             "text_length": length_B,
-            "is_untitled": is_untitled_B & (reading.text == "title"),
+            "is_untitled": are_blank(block["title"]).to_numpy() & (length_B > 0),
         }
-        tokenised_B = _spaced(start, end, num_rows, num_tokenised)
-        unknown_B = np.full(block.num_rows, np.nan)
-        if reading.tokenizer is not None:
-            read = texts.take(pa.array(tokenised_B)).to_pylist()
-            tokens = encode_texts(read, reading.tokenizer, reading.max_length)
-            unknown_B[tokenised_B] = unknown_shares(tokens, reading)
-        columns["unknown_tokens"] = pa.array(unknown_B, from_pandas=True)
         if which == "queries":
             columns["split"] = np.asarray(dataset.split_N[start:end])
             columns["num_positives"] = np.diff(dataset.relevance.indptr[start : end + 1])
-        elif reading.tokenizer is None:
-            columns["tokens"] = text_B  # equal tokens are those of equal texts
-            columns["is_cut"] = np.zeros(block.num_rows, dtype=bool)
-        else:
-            columns["tokens"] = as_bytes(tokens, tokens.ids.dtype, 0)
-            columns["is_cut"] = tokens.lengths() >= reading.max_length
-        yield from pa.table(columns).combine_chunks().to_batches() or [_empty(columns)]
+        columns = {name: pa.concat_arrays(_chunks(values)) for name, values in columns.items()}
+        yield pa.RecordBatch.from_pydict(columns)
 
 
-def _empty(columns: dict[str, Any]) -> pa.RecordBatch:
-    return pa.RecordBatch.from_pylist([], pa.table(columns).schema)
+def _chunks(values: Any) -> list[pa.Array]:
+    """Arrow arrays of a column, at least one."""
+    if isinstance(values, pa.ChunkedArray):
+        return values.chunks or [pa.array([], values.type)]
+    return [pa.array(values)]
 
 
-def _spaced(start: int, end: int, num_rows: int, most: int) -> np.ndarray:
-    """Which rows from `start` to `end` are among the `most` evenly spaced ones of all, counted from
-    `start`: int64.
-    """
-    if most == num_rows:
-        return np.arange(end - start)
-    rows = np.linspace(0, num_rows - 1, most).astype(np.int64)
-    return rows[(rows >= start) & (rows < end)] - start
-
-
-def _pairs(dataset: XMCDataset) -> Iterator[pa.RecordBatch]:
-    for start, end in row_blocks(dataset.relevance.indptr):
-        pairs = dataset.relevance[start:end].tocoo()
-        filtered_P = np.isin(
-            _pair_numbers(dataset.relevance[start:end]),
-            _pair_numbers(dataset.filter_pairs[start:end]),
-        )
-        in_train_P = np.asarray(dataset.split_N[start:end])[pairs.row] == 0
+def _tokens(dataset: XMCDataset, which: str, reading: Reading) -> Iterator[pa.RecordBatch]:
+    """Facts about the tokens of texts, in blocks: of all labels, and of evenly spaced queries."""
+    assert reading.tokenizer is not None
+    labels = which == "labels"
+    num_rows = dataset.num_labels if labels else dataset.num_queries
+    texts_of = dataset.label_texts if labels else dataset.query_texts
+    most = num_rows if labels else min(num_rows, TOKENISED_QUERIES)
+    for start in range(0, max(most, 1), BATCH_ROWS):
+        place_B = np.arange(start, min(start + BATCH_ROWS, most))
+        rows_B = place_B * (num_rows - 1) // max(most - 1, 1)
+        texts = texts_of(rows_B, reading.text)
+        tokens = encode_texts(texts, reading.tokenizer, reading.max_length)
         columns = {
-            "query": pairs.row.astype(np.int64) + start,
-            "label": pairs.col.astype(np.int64),
-            "relevance": pairs.data,
-            "filtered": filtered_P,
-            "in_train": in_train_P,
+            "row": rows_B,
+            "unknown": unknown_shares(tokens, reading),
+            "tokens": as_bytes(tokens, tokens.ids.dtype, 0),
+            "is_cut": tokens.lengths() >= reading.max_length,
         }
         yield pa.RecordBatch.from_pydict(columns)
 
 
-def _pair_numbers(matrix: csr_matrix) -> np.ndarray:
-    """A number for each pair, int64 [P]."""
-    pairs = matrix.tocoo()
-    return pairs.row.astype(np.int64) * matrix.shape[1] + pairs.col
+def _pairs(matrix: csr_matrix) -> Iterator[pa.RecordBatch]:
+    for start, end in row_blocks(matrix.indptr):
+        pairs = matrix[start:end].tocoo()
+        query_P = pairs.row.astype(np.int64) + start
+        columns = {"query": query_P, "label": pairs.col, "relevance": pairs.data}
+        yield pa.RecordBatch.from_pydict(columns)
+
+
+COUNTED = (
+    ("queries", "queries with the text of another query", "queries_with_this_text > 1"),
+    ("queries", "test queries with the text of a training query", "text_in_train = 1"),
+    ("labels", "labels with the text of another label", "labels_with_this_text > 1"),
+    ("queries", "queries without a title, whose content is read instead", "is_untitled"),
+    ("labels", "labels without a title, whose content is read instead", "is_untitled"),
+)
 
 
 def text_counts(tables: Database, reading: Reading) -> dict[str, int]:
     """Numbers of duplicate texts, and of rows whose content is read because they have no title."""
-    twice, leaked, untitled = one_row(
-        tables,
-        "SELECT count(*) FILTER (queries_with_this_text > 1), count(*) FILTER (text_in_train = 1), "
-        "count(*) FILTER (is_untitled) FROM queries",
-    )
-    labels_twice, labels_untitled = one_row(
-        tables,
-        "SELECT count(*) FILTER (labels_with_this_text > 1), count(*) FILTER (is_untitled) "
-        "FROM labels",
-    )
-    counts = {
-        "queries with the text of another query": twice,
-        "test queries with the text of a training query": leaked,
-        "labels with the text of another label": labels_twice,
+    counted = COUNTED if reading.text == "title" else COUNTED[:3]
+    select = "SELECT count(*) FROM {} WHERE {}"
+    return {
+        what: one_row(tables, select.format(table, condition))[0]
+        for table, what, condition in counted
     }
-    if reading.text == "title":
-        counts |= {
-            "queries without a title, whose content is read instead": untitled,
-            "labels without a title, whose content is read instead": labels_untitled,
-        }
-    return counts
 
 
 def unknown_shares(tokens: Tokens, reading: Reading) -> np.ndarray:

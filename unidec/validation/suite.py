@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from unidec.config import Validation
-from unidec.data.database import Database, database
+from unidec.data.database import Database, database, one_row
 from unidec.data.dataset import XMCDataset
 from unidec.data.raw import SPLITS
 from unidec.data.storage import swap_folder, write_json
@@ -29,7 +29,6 @@ from unidec.validation.facts import (
     TITLES,
     Reading,
     collect_facts,
-    one_row,
     space_needed,
     text_counts,
 )
@@ -50,10 +49,10 @@ class Check:
         table: "queries", "labels" or "pairs".
         column: the column that is checked, whose value samples show.
         what: description of the rows that are sought.
-        bad: SQL condition of these rows; "": the column itself holds shares, and their mean is
-        compared.
+        bad: SQL expression: 1 for these rows, 0 for others; or a share, whose mean is compared.
         key: key in section `validation` with the allowed share of such rows, and its severity; "":
         none are allowed, and severity is critical.
+        mean: `bad` is a share.
         warned_share: with severity "error", a share above this one is already a warning.
     """
 
@@ -62,6 +61,7 @@ class Check:
     what: str
     bad: str
     key: str = ""
+    mean: bool = False
     warned_share: float = 0.0
 
 
@@ -136,7 +136,8 @@ CHECKS = (
         table="queries",
         column="unknown_tokens",
         what="tokens of a query that the tokenizer does not know",
-        bad="",
+        bad="unknown_tokens",
+        mean=True,
         warned_share=0.01,
     ),
     Check(
@@ -144,7 +145,8 @@ CHECKS = (
         table="labels",
         column="unknown_tokens",
         what="tokens of a label that the tokenizer does not know",
-        bad="",
+        bad="unknown_tokens",
+        mean=True,
         warned_share=0.01,
     ),
     Check(
@@ -358,34 +360,27 @@ def _graded(
             levels.append((check.warned_share, "warning"))
     if not levels:
         return
-    column = check.column
-    if check.bad:
-        bad, order, average = check.bad, "row", ""
-        counts = f"count({column}), count(*) FILTER ({bad})"
-    else:
-        bad, order, average = f"{column} > 0", f"{column} DESC, row", " on average"
-        counts = f"0, 0, avg({column})"
-    if check.table == "pairs":
-        order = "query, label"
-    of, count, *mean = one_row(tables, f"SELECT {counts} FROM {check.table}")
-    value = mean[0] or 0.0 if mean else count / max(of, 1)
-    samples: tuple[dict[str, Any], ...] = ()
+    table = check.table
+    order = "query, label" if table == "pairs" else "row"
+    facts = (
+        f"(SELECT *, ({check.bad})::DOUBLE AS bad FROM {table} WHERE {check.column} IS NOT NULL)"
+    )
+    counts = f"SELECT coalesce(avg(bad), 0), count(*) FILTER (bad > 0), count(*) FROM {facts}"
+    value, count, of = one_row(tables, counts)
+    select = f"SELECT * FROM {facts} WHERE bad > 0 ORDER BY bad DESC, {order} LIMIT {MAX_SAMPLES}"
+    rows = tables.sql(select).to_arrow_table().to_pylist() if count else []
     for share, level in levels:
-        if value > share and not samples:
-            select = f"SELECT * FROM {check.table} WHERE {bad} ORDER BY {order} LIMIT {MAX_SAMPLES}"
-            rows = tables.sql(select).to_arrow_table().to_pylist()
-            samples = tuple(_sample(row, column, dataset) for row in rows)
         yield Found(
-            table=check.table,
+            table=table,
             name=f"share of {check.what}",
-            description=f"{check.what}: {_at_most(share)}{average}",
+            description=f"{check.what}: {_at_most(share)}{' on average' if check.mean else ''}",
             value=value,
             severity=level,
-            column=column,
+            column=check.column,
             maximum=share,
-            count=count,
-            of=of,
-            samples=samples,
+            count=0 if check.mean else count,
+            of=0 if check.mean else of,
+            samples=tuple(_sample(row, check.column, dataset) for row in rows),
             key=check.key and f"validation.{check.key}",
             fix=fix,
         )

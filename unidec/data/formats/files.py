@@ -24,11 +24,11 @@ import pyarrow as pa
 from scipy.sparse import csr_matrix, load_npz
 
 from unidec.config import RawBounds
-from unidec.data.database import database, fill, first_rows, ordered
+from unidec.data.database import database, fill, first_rows, one_row, ordered
 from unidec.data.formats import folder
 from unidec.data.raw import TEXT_SCHEMA, RawData, row_uids, text_table
 from unidec.data.raw_lines import DEFAULT_BOUNDS, Report, check_unpacked, decode, read_lines
-from unidec.data.spool import Numbers, Triples, csr_on_disk, table_on_disk
+from unidec.data.spool import Numbers, csr_on_disk, table_on_disk
 from unidec.data.table_file import in_blocks
 from unidec.errors import DataError
 
@@ -220,83 +220,54 @@ class Pairs:
         """CSR matrix with sorted indices: relevance (float32) or filter pairs (bool). Invalid pairs
         are recorded and left out.
         """
-        repeated: list[np.ndarray] = []
+        is_filter = self.value_P is None
+        query = f"query BETWEEN 0 AND {shape[0] - 1}"
+        label = f"label BETWEEN 0 AND {shape[1] - 1}"
+        value = "value > 0 AND isfinite(value)"
+        good = f"FROM pairs WHERE {query} AND {label} AND {value}"
+        again = "row_number() OVER (PARTITION BY query, label ORDER BY place) > 1"
         with database(self.source.scratch) as tables:
-            good = self._good(shape, zero_is_no_pair)
-            fill(tables, "CREATE TABLE pairs AS SELECT * FROM given", good)
-            select = "SELECT query, label, value, place FROM pairs ORDER BY query, label, place"
-            triples = _each_once(ordered(tables, select), repeated)
-            kind = bool if self.value_P is None else np.float32
-            matrix = csr_on_disk(triples, shape, kind, self.source.scratch)
-        if repeated and self.value_P is not None:
-            places = np.sort(np.concatenate(repeated))
-            columns = self.query_P, self.label_P
-            detail = "query row {}, label {}"
-            self.source.note_rows("pair given twice", self.at, places, detail, *columns)
+            fill(tables, "CREATE TABLE pairs AS SELECT * FROM given", self._blocks())
+
+            def note(kind: str, bad: str, detail: str, *columns: Any) -> None:
+                found = tables.execute(f"SELECT place {bad} ORDER BY place").fetchnumpy()["place"]
+                self.source.note_rows(kind, self.at, found, detail, *columns)
+
+            if not self.by_uid:
+                of = "filter pair with a " if is_filter else ""
+                kind = f"{of}label index outside 0..{shape[1] - 1}"
+                note(kind, f"FROM pairs WHERE NOT ({label})", "label {}", self.label_P)
+                kind = f"{of}query row outside 0..{shape[0] - 1}"
+                note(kind, f"FROM pairs WHERE NOT ({query})", "query {}", self.query_P)
+            if not is_filter:
+                kind = "relevance that is not a positive number"
+                wrong = f"FROM pairs WHERE NOT ({value} OR (given = 0 AND {zero_is_no_pair}))"
+                note(kind, wrong, "label {}: {}", self.label_P, self.value_P)
+            triples = ordered(tables, f"SELECT query, label, value {good} ORDER BY query, label")
+            dtype = bool if is_filter else np.float32
+            matrix = csr_on_disk(triples, shape, dtype, self.source.scratch)
+            if not is_filter and matrix.nnz < one_row(tables, f"SELECT count(*) {good}")[0]:
+                columns = self.query_P, self.label_P
+                repeated = f"{good} QUALIFY {again}"
+                note("pair given twice", repeated, "query row {}, label {}", *columns)
         return matrix
 
-    def _good(self, shape: tuple[int, int], zero_is_no_pair: bool) -> Iterator[pa.RecordBatch]:
-        """The valid pairs, in blocks; others are recorded."""
+    def _blocks(self) -> Iterator[pa.RecordBatch]:
+        """All pairs; `given` are the values, and `value` those that are stored."""
         for start in range(0, max(len(self.query_P), 1), BLOCK_PAIRS):
             block = slice(start, start + BLOCK_PAIRS)
             query_P = self.query_P[block]
-            label_P = self.label_P[block]
-            good_P = self._inside("label", "label index", label_P, shape[1], start)
-            good_P &= self._inside("query", "query row", query_P, shape[0], start)
-            if self.value_P is None:
-                value_P = np.ones(len(good_P), dtype=bool)
-            else:
-                given_P = self.value_P[block]
-                with np.errstate(over="ignore", under="ignore"):
-                    value_P = given_P.astype(np.float32)
-                is_pair_P = np.isfinite(value_P) & (value_P > 0)
-                is_none_P = (given_P == 0) & zero_is_no_pair
-                self._note(
-                    "relevance that is not a positive number",
-                    np.flatnonzero(~(is_pair_P | is_none_P)) + start,
-                    "label {}: {}",
-                    self.label_P,
-                    self.value_P,
-                )
-                good_P &= is_pair_P
+            given_P = np.ones(len(query_P)) if self.value_P is None else self.value_P[block]
+            with np.errstate(over="ignore", under="ignore"):
+                value_P = given_P.astype(np.float32)
             columns = {
-                "query": query_P[good_P].astype(np.int64),
-                "label": label_P[good_P].astype(np.int64),
-                "value": value_P[good_P],
-                "place": np.flatnonzero(good_P) + start,
+                "query": query_P,
+                "label": self.label_P[block],
+                "given": given_P,
+                "value": value_P,
+                "place": np.arange(start, start + len(query_P)),
             }
             yield pa.RecordBatch.from_pydict(columns)
-
-    def _inside(
-        self, what: str, index: str, row_P: np.ndarray, limit: int, start: int
-    ) -> np.ndarray:
-        """Which pairs of a block have a row number in range; others are recorded."""
-        inside_P = (row_P >= 0) & (row_P < limit)
-        if not self.by_uid:
-            kind = f"{index} outside 0..{limit - 1}"
-            if self.value_P is None:
-                kind = f"filter pair with a {kind}"
-            rows = self.label_P if what == "label" else self.query_P
-            self._note(kind, np.flatnonzero(~inside_P) + start, f"{what} {{}}", rows)
-        return inside_P
-
-    def _note(self, kind: str, bad: np.ndarray, detail: str, *columns: np.ndarray) -> None:
-        self.source.note_rows(kind, self.at, bad, detail, *columns)
-
-
-def _each_once(blocks: Iterator[pa.RecordBatch], repeated: list[np.ndarray]) -> Triples:
-    """Each of the sorted pairs once; the places of the others are added to `repeated`."""
-    last = (-1, -1)
-    for block in blocks:
-        query_P, label_P, value_P, place_P = (
-            column.to_numpy(zero_copy_only=False) for column in block.columns
-        )
-        is_again_P = np.diff(query_P, prepend=last[0]) == 0
-        is_again_P &= np.diff(label_P, prepend=last[1]) == 0
-        if is_again_P.any():
-            repeated.append(place_P[is_again_P])
-        last = (query_P[-1], label_P[-1])
-        yield query_P[~is_again_P], label_P[~is_again_P], value_P[~is_again_P]
 
 
 def read_sparse_text(source: Source, path: Path, shape: tuple[int, int]) -> Pairs:

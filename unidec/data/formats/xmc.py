@@ -6,6 +6,7 @@ content."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -109,7 +110,8 @@ def _read_objects(source: Source, path: Path, what: str, first: int) -> Queries:
     `first`.
     """
     report = source.report(path)
-    counts = source.numbers(np.int64)
+    queries = source.numbers(np.int32)
+    rows = itertools.count()
     labels = source.numbers(np.int64)
     values = source.numbers(np.float64)
 
@@ -117,14 +119,14 @@ def _read_objects(source: Source, path: Path, what: str, first: int) -> Queries:
         error, ind, rel = _targets(item) if what == "query" else ("", [], [])
         if error:
             report(error, line, "")
-        counts.extend([len(ind)])
+        queries.extend([next(rows)] * len(ind))
         labels.extend(ind)
         values.extend(rel)
 
     table = read_table(source, path, (), ("uid", "title", "content"), add_targets)
     texts = table_on_disk(_named_rows(table, first), TEXT_SCHEMA, source.scratch)
     check_uids(source, texts["uid"], table.at, what)
-    query_P = _repeated_rows(source, counts.array())
+    query_P = queries.array()
     file, lines = table.at
     pairs = Pairs(
         source=source,
@@ -147,15 +149,6 @@ def _named_rows(table: Table, first: int) -> Iterator[pa.Table]:
         if "uid" in columns:
             uids = pc.if_else(pc.equal(columns["uid"], ""), uids, columns["uid"])
         yield text_table(uids, columns.get("title"), columns.get("content"))
-
-
-def _repeated_rows(source: Source, count_N: np.ndarray) -> np.ndarray:
-    """Each row number as often as it counts."""
-    rows = source.numbers(np.int32)
-    for start in range(0, len(count_N), BLOCK_ROWS):
-        count_B = count_N[start : start + BLOCK_ROWS]
-        rows.add(np.repeat(np.arange(start, start + len(count_B)), count_B))
-    return rows.array()
 
 
 def _targets(item: dict[str, Any]) -> tuple[str, list[int], list[float]]:
