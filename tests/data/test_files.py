@@ -45,7 +45,10 @@ def test_texts_and_blocks_equal_the_whole_file(tmp_path, monkeypatch, content, s
     path.write_bytes(gzip.compress(content) if suffix else content)
     source = Source(tmp_path)
     expected = slow_texts(content)
-    assert source.texts(path).to_pylist() == expected
+    texts = source.texts(path, 7)
+    assert texts["title"].to_pylist() == expected
+    assert texts["uid"].to_pylist() == [str(7 + row) for row in range(len(expected))]
+    assert texts["content"].to_pylist() == [""] * len(expected)
     bad = [number for number, line in enumerate(content.split(b"\n"), 1) if b"\xff" in line]
     found = source.samples.get("text that is not UTF-8", [])
     assert [int(sample.split(":")[1].split()[0]) for sample in found] == bad

@@ -18,14 +18,14 @@ from helpers.raw_files import write_raw
 from helpers.tiny_data import tiny_transformer
 from helpers.tiny_training import tiny_params
 from mlflow.exceptions import MlflowException
-from scipy.sparse import csr_matrix
+from scipy.sparse import csr_matrix, vstack
 
 from unidec import pipeline
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.label_change import LabelChange, with_labels
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset, write_dataset
-from unidec.data.raw import RawData, stack
+from unidec.data.raw import RawData
 from unidec.data.storage import read_json_lines, read_manifest
 from unidec.errors import ArtifactError, ConfigError
 from unidec.pipeline import launch, paths, seen, start, training
@@ -271,8 +271,10 @@ def split_changed(raw: RawData, num_leaked: int) -> XMCDataset:
     kept = np.setdiff1d(np.arange(raw.queries["train"].num_rows), champions)
     test = raw.queries["test"]
     rest = raw.take({"train": kept})
-    relevance = stack([raw.relevance["train"][champions], raw.relevance["test"]])
-    filters = stack([raw.filter_pairs["train"][champions], raw.filter_pairs["test"]])
+    relevance = vstack([raw.relevance["train"][champions], raw.relevance["test"]], format="csr")
+    filters = vstack(
+        [raw.filter_pairs["train"][champions], raw.filter_pairs["test"]], format="csr"
+    )
     changed = RawData(
         raw.name,
         {"train": rest.queries["train"], "test": pa.concat_tables([leaked, test])},

@@ -16,11 +16,12 @@ from helpers.html_page import Page
 from scipy.sparse import csr_matrix
 
 from unidec.config import Validation
+from unidec.data.database import database
 from unidec.data.dataset import Text, XMCDataset, write_dataset
 from unidec.data.profile import profile_dataset
 from unidec.data.raw import RawData, are_blank, text_array, text_table
 from unidec.data.tokens import is_blank
-from unidec.validation.frames import Reading, label_frame, query_frame
+from unidec.validation.facts import Reading, collect_facts
 from unidec.validation.suite import advice, validate_dataset
 
 WORDS = [f"word{number}" for number in range(60)]
@@ -71,6 +72,16 @@ def verdict_of(
     )
     assert json.loads((tmp_path / "v" / "result.json").read_bytes())["text"] == reading.text
     return verdict
+
+
+def columns(
+    dataset: XMCDataset, reading: Reading, table: str
+) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    """The facts of a table by column, in the order of its rows, and the advice."""
+    with database(dataset.path.parent) as tables:
+        collect_facts(tables, dataset, reading)
+        rows = tables.sql(f"SELECT * FROM {table} ORDER BY row")
+        return rows.to_arrow_table().to_pydict(), advice(tables, reading)
 
 
 def words(first: int, count: int) -> list[tuple[str, str]]:
@@ -124,15 +135,15 @@ def test_leaks_and_duplicates_are_those_of_the_text_that_is_read(tmp_path: Path)
     ]
     assert "found 20 of 20" in twice
     long_texts = Reading("title+content")
-    assert query_frame(dataset, long_texts)["text_in_train"].sum() == 0
-    assert label_frame(dataset, long_texts)["labels_with_this_text"].tolist() == [1] * 20
+    assert not any(columns(dataset, long_texts, "queries")[0]["text_in_train"])
+    assert columns(dataset, long_texts, "labels")[0]["labels_with_this_text"] == [1] * 20
 
 
 @pytest.mark.parametrize("text", ["title", "title+content"])
 def test_texts_that_are_empty_only_for_the_model_are_found(tmp_path: Path, text: Text) -> None:
     """An invisible title and content: nothing to read, although neither is the empty string."""
     dataset = stored(tmp_path / "d", {"train": [("\u200b", "\u00a0"), *words(0, 9)]}, words(0, 10))
-    lengths = query_frame(dataset, Reading(text))["text_length"].tolist()
+    lengths = columns(dataset, Reading(text), "queries")[0]["text_length"]
     assert lengths[0] == 0
     assert all(lengths[1:])
 
@@ -187,11 +198,9 @@ def test_labels_that_become_equal_name_the_cause(
     folder = tokenizer_folder(tmp_path / "t", WORDS, lower)
     dataset = stored(tmp_path / "d", {"train": words(0, 40)}, [(label, "") for label in labels])
     reading = Reading("title", folder, max_length, "e")
-    frame = label_frame(dataset, reading)
-    assert (frame["labels_with_these_tokens"] > 0).all() and (
-        frame["labels_with_this_text"] == 1
-    ).all()
-    assert fix in advice(frame, reading)["labels_with_these_tokens"]
+    facts, fixes = columns(dataset, reading, "labels")
+    assert all(facts["labels_with_these_tokens"]) and set(facts["labels_with_this_text"]) == {1}
+    assert fix in fixes["labels_with_these_tokens"]
     if max_length == 3:
         verdict = verdict_of(dataset, tmp_path, reading)
         [line] = [
@@ -208,10 +217,10 @@ def test_labels_of_one_text_are_counted_once_and_empty_ones_not_at_all(tmp_path:
     folder = tokenizer_folder(tmp_path / "t", WORDS)
     labels = [("word1", ""), ("word1", ""), ("", ""), ("日", ""), *words(2, 9)]
     dataset = stored(tmp_path / "d", {"train": words(0, 40)}, labels)
-    frame = label_frame(dataset, Reading("title", folder))
+    facts, _ = columns(dataset, Reading("title", folder), "labels")
     expected = [2, 2] + [1] * 11
-    assert frame["labels_with_this_text"].tolist() == expected
-    assert not frame["labels_with_these_tokens"].any()
+    assert facts["labels_with_this_text"] == expected
+    assert not any(facts["labels_with_these_tokens"])
 
 
 def test_validation_and_profile_count_labels_without_training_queries_alike(
@@ -220,7 +229,7 @@ def test_validation_and_profile_count_labels_without_training_queries_alike(
     dataset = write_dataset(
         tmp_path / "d", raw_factory(30, 10, 40), validation_share=0.3, split_seed=0
     )
-    without_L = label_frame(dataset, Reading())["num_train_queries"].to_numpy() == 0
+    without_L = np.asarray(columns(dataset, Reading(), "labels")[0]["num_train_queries"]) == 0
     in_validation_L = dataset.relevance[dataset.rows("validation")].sum(axis=0).A1 > 0
     # only held-out queries have them: no training query does
     assert (without_L & in_validation_L).any()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +82,43 @@ def load_csr(
         ) from error
     matrix.has_sorted_indices = matrix.has_canonical_format = True
     return matrix
+
+
+def write_csr(folder: Path, prefix: str, blocks: Iterable[csr_matrix], dtype: Any) -> int:
+    """Write a CSR matrix, as `load_csr` reads it, from blocks of its rows, whose indices become
+    sorted; returns the number of its entries.
+    """
+    with contextlib.ExitStack() as files:
+
+        def new_file(part: str, kind: npt.DTypeLike) -> Callable[[npt.NDArray[Any]], None]:
+            return files.enter_context(growing_array(folder / f"{prefix}{part}.npy", kind))
+
+        add_ends = new_file("indptr", np.int64)
+        add_columns = new_file("indices", np.int32)
+        add_values = new_file("data", dtype) if np.dtype(dtype) != bool else len
+        add_ends(np.zeros(1))
+        total = 0
+        for block in blocks:
+            block.sort_indices()
+            add_ends(block.indptr[1:].astype(np.int64) + total)
+            add_columns(block.indices)
+            add_values(block.data)
+            total += block.nnz
+    return total
+
+
+def row_blocks(
+    indptr: np.ndarray, most: int = 1 << 20, most_rows: int = 1 << 18
+) -> Iterator[tuple[int, int]]:
+    """First and last row (exclusive) of blocks that cover all rows of a CSR matrix, each with at
+    most `most` entries (a single row may have more); at least one block.
+    """
+    start = 0
+    last = len(indptr) - 1
+    while True:
+        end = int(np.searchsorted(indptr, indptr[start] + most, side="right")) - 1
+        end = min(max(end, start + 1), start + most_rows, last)
+        yield start, end
+        start = end
+        if start >= last:
+            return

@@ -14,9 +14,10 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from scipy.sparse import csr_matrix
 
-from unidec.data.array_file import load_csr
-from unidec.data.raw import SPLITS, TEXT_SCHEMA, RawData, are_blank, hold_out, stack
+from unidec.data.array_file import load_csr, row_blocks, write_csr
+from unidec.data.raw import SPLITS, TEXT_SCHEMA, RawData, are_blank, hold_out
 from unidec.data.storage import (
     files_sha256,
     load_array,
@@ -158,14 +159,18 @@ def write_dataset(
     """
     order = [split for split in SPLITS if split in raw.queries]
     queries = pa.concat_tables([raw.queries[split] for split in order])
-    relevance = stack([raw.relevance[split] for split in order])
-    filter_pairs = stack([raw.filter_pairs[split] for split in order])
+    relevance = [raw.relevance[split] for split in order]
+    filter_pairs = [raw.filter_pairs[split] for split in order]
+    num_pairs = sum(matrix.nnz for matrix in relevance)
+    num_filter_pairs = sum(matrix.nnz for matrix in filter_pairs)
     numbers = [SPLITS.index(split) for split in order]
     sizes = [raw.queries[split].num_rows for split in order]
     split_N = np.repeat(np.asarray(numbers, dtype=np.uint8), sizes)
     if "validation" not in order:
         train = raw.queries["train"]
-        held = hold_out(train, raw.filter_pairs["train"], validation_share, split_seed)
+        folder = Path(os.path.abspath(path)).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        held = hold_out(train, raw.filter_pairs["train"], validation_share, split_seed, folder)
         split_N[: len(held)][held] = SPLITS.index("validation")
     split_sizes = np.bincount(split_N, minlength=len(SPLITS))
     meta = {
@@ -173,29 +178,28 @@ def write_dataset(
         "format": raw.format,
         "num_queries": queries.num_rows,
         "num_labels": raw.num_labels,
-        "num_pairs": int(relevance.nnz),
-        "num_filter_pairs": int(filter_pairs.nnz),
+        "num_pairs": num_pairs,
+        "num_filter_pairs": num_filter_pairs,
         "splits": dict(zip(SPLITS, split_sizes.tolist(), strict=True)),
         "raw_sha256": files_sha256(raw.files),
         "raw_files": raw.files,
     }
-    arrays = {
-        "split": split_N,
-        "relevance_indptr": relevance.indptr.astype(np.int64),
-        "relevance_indices": relevance.indices.astype(np.int32),
-        "relevance_data": relevance.data.astype(np.float32),
-        "filter_indptr": filter_pairs.indptr.astype(np.int64),
-        "filter_indices": filter_pairs.indices.astype(np.int32),
-    }
-    parts = [queries, raw.labels, *arrays.values()]
-    with write_folder(
-        path, KIND, VERSION, meta, num_bytes=sum(part.nbytes for part in parts)
-    ) as out:
+    num_bytes = queries.nbytes + raw.labels.nbytes + 17 * queries.num_rows
+    num_bytes += 8 * num_pairs + 4 * num_filter_pairs
+    with write_folder(path, KIND, VERSION, meta, num_bytes=num_bytes) as out:
         write_texts_table(out.path / "queries.arrow", queries)
         write_texts_table(out.path / "labels.arrow", raw.labels)
-        for name, array in arrays.items():
-            np.save(out.path / f"{name}.npy", array, allow_pickle=False)
+        np.save(out.path / "split.npy", split_N, allow_pickle=False)
+        write_csr(out.path, "relevance_", _row_blocks(relevance), np.float32)
+        write_csr(out.path, "filter_", _row_blocks(filter_pairs), bool)
     return XMCDataset.open(path, verify=False)
+
+
+def _row_blocks(matrices: Sequence[csr_matrix]) -> Iterator[csr_matrix]:
+    """The rows of matrices that lie one below the other."""
+    for matrix in matrices:
+        for start, end in row_blocks(matrix.indptr):
+            yield csr_matrix(matrix[start:end])
 
 
 def _refuse(path: Path, what: str, got: object, expected: object) -> NoReturn:

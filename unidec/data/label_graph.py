@@ -20,7 +20,7 @@ import numpy as np
 from scipy.sparse import csr_matrix
 
 from unidec.config import LabelGraph
-from unidec.data.array_file import growing_array, load_csr
+from unidec.data.array_file import load_csr, row_blocks, write_csr
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import read_manifest, verify_once, write_folder
 from unidec.progress import progress
@@ -144,23 +144,14 @@ def _rows(matrix: csr_matrix) -> np.ndarray:
     return matrix.tocoo(copy=False).row.astype(np.int64)
 
 
-def _blocks(positive_NL: csr_matrix, label_LN: csr_matrix) -> list[tuple[int, int]]:
+def _blocks(positive_NL: csr_matrix, label_LN: csr_matrix) -> Iterator[tuple[int, int]]:
     """Ranges of labels with at most `_PAIRS_AT_ONCE` co-occurrences each (a single label may exceed
     the limit).
     """
     width_N = np.diff(positive_NL.indptr).astype(np.int64)
     cost_L = label_LN @ width_N
     total_L = np.insert(np.cumsum(cost_L, dtype=np.int64), 0, 0)
-    blocks = []
-    start = 0
-    num_labels = len(cost_L)
-    while start < num_labels:
-        limit = total_L[start] + _PAIRS_AT_ONCE
-        stop = int(np.searchsorted(total_L, limit, side="right")) - 1
-        stop = min(max(stop, start + 1), start + _LABELS_AT_ONCE, num_labels)
-        blocks.append((start, stop))
-        start = stop
-    return blocks
+    return row_blocks(total_L, _PAIRS_AT_ONCE, _LABELS_AT_ONCE)
 
 
 def build_label_graph(
@@ -176,19 +167,9 @@ def build_label_graph(
     train_rows = dataset.rows("train")
     options = settings.model_dump()
     meta = {**options, "num_labels": dataset.num_labels, "num_train": len(train_rows)}
-    with (
-        write_folder(out, KIND, VERSION, meta) as folder,
-        growing_array(folder.path / "indptr.npy", np.int64) as add_starts,
-        growing_array(folder.path / "indices.npy", np.int32) as add_labels,
-        growing_array(folder.path / "data.npy", np.float32) as add_targets,
-    ):
-        total = 0
-        add_starts(np.zeros(1, np.int64))
-        for block_JL in target_blocks(dataset.relevance[train_rows], **options):
-            add_starts(block_JL.indptr[1:].astype(np.int64) + total)
-            add_labels(block_JL.indices)
-            add_targets(block_JL.data)
-            total += block_JL.nnz
+    with write_folder(out, KIND, VERSION, meta) as folder:
+        blocks = target_blocks(dataset.relevance[train_rows], **options)
+        write_csr(folder.path, "", blocks, np.float32)
     return Path(out)
 
 

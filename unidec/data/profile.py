@@ -273,8 +273,16 @@ def text_facts(
     hashes = [np.zeros(0, np.uint64)]
     lengths = [np.zeros(0, np.int64)]
     for batch in dataset.text_batches(which, text, 65_536):
-        array = pc.utf8_trim_whitespace(pa.array(batch, pa.large_string()))
-        hashes.append(text_hashes(array))
-        is_blank = are_blank(array).to_numpy(zero_copy_only=False)
-        lengths.append(np.where(is_blank, 0, lengths_of(array)))
+        texts, length_N = trimmed(pa.array(batch, pa.large_string()))
+        hashes.append(text_hashes(texts))
+        lengths.append(length_N)
     return np.concatenate(hashes), np.concatenate(lengths)
+
+
+def trimmed(texts: pa.Array | pa.ChunkedArray) -> tuple[pa.Array | pa.ChunkedArray, np.ndarray]:
+    """Texts without surrounding white space, and the number of characters of each, int64 [N]; a
+    blank text (`tokens.is_blank`) has none.
+    """
+    texts = pc.utf8_trim_whitespace(texts)
+    is_blank = are_blank(texts).to_numpy(zero_copy_only=False)
+    return texts, np.where(is_blank, 0, lengths_of(texts))

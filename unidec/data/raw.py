@@ -5,14 +5,17 @@ a slice from it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from scipy.sparse import csr_matrix, vstack
+from scipy.sparse import csr_matrix
+
+from unidec.data.spool import take_pairs, take_texts
 
 SPLITS: tuple[Literal["train", "validation", "test"], ...] = ("train", "validation", "test")
 TEXT_SCHEMA = pa.schema([(name, pa.large_string()) for name in ("uid", "title", "content")])
@@ -48,18 +51,18 @@ class RawData:
     def num_labels(self) -> int:
         return self.labels.num_rows
 
-    def take(self, rows: dict[str, np.ndarray]) -> RawData:
+    def take(self, rows: dict[str, np.ndarray], scratch: Path | None = None) -> RawData:
         """A copy in which the given splits have only these rows; the rows of a new split come from
-        "train".
+        "train". `scratch`: folder for temporary files.
         """
         queries = dict(self.queries)
         relevance = dict(self.relevance)
         filter_pairs = dict(self.filter_pairs)
         for split, split_rows in rows.items():
             part = split if split in self.queries else "train"
-            queries[split] = self.queries[part].take(split_rows)
-            relevance[split] = csr_matrix(self.relevance[part][split_rows])
-            filter_pairs[split] = csr_matrix(self.filter_pairs[part][split_rows])
+            queries[split] = take_texts(self.queries[part], split_rows, scratch)
+            relevance[split] = take_pairs(self.relevance[part], split_rows, scratch)
+            filter_pairs[split] = take_pairs(self.filter_pairs[part], split_rows, scratch)
         return replace(self, queries=queries, relevance=relevance, filter_pairs=filter_pairs)
 
 
@@ -104,17 +107,16 @@ def row_uids(first: int, count: int) -> pa.Array:
     return pa.array(np.arange(first, first + count)).cast(pa.large_string())
 
 
-def stack(parts: Sequence[csr_matrix]) -> csr_matrix:
-    """Stacks matrices vertically, with sorted indices."""
-    matrix = csr_matrix(vstack(parts, format="csr"))
-    matrix.sort_indices()
-    return matrix
-
-
 LARGEST_FAMILY = 0.05  # maximum size of a family, as a share of the queries to hold out
 
 
-def hold_out(queries: pa.Table, filter_pairs: csr_matrix, share: float, seed: int) -> np.ndarray:
+def hold_out(
+    queries: pa.Table,
+    filter_pairs: csr_matrix,
+    share: float,
+    seed: int,
+    scratch: Path | None = None,
+) -> np.ndarray:
     """Choose about `share` of n queries to hold out: bool [n], True for queries that are held out.
 
     Queries with equal texts, and queries that share a filtered label, directly or through other
@@ -123,31 +125,57 @@ def hold_out(queries: pa.Table, filter_pairs: csr_matrix, share: float, seed: in
     held out in the order of a hash of seed and uid, so that adding queries changes the split of few
     others. A family is skipped if it would exceed the share, or if it is larger than
     `LARGEST_FAMILY` of the share, because hundreds of similar queries would dominate every metric.
-    At least one family is held out if share > 0 and there are two families."""
+    At least one family is held out if share > 0 and there are two families. `scratch`: folder for
+    temporary files.
+    """
+    from unidec.data.database import database, fill, ordered
+
     num_queries = queries.num_rows
+    chosen_N = np.zeros(num_queries, dtype=bool)  # by the first member of each family
     if share <= 0 or num_queries < 2:
-        return np.zeros(num_queries, dtype=bool)
-    family_N = _families(queries, filter_pairs)
-    size_F = np.bincount(family_N)
-    num_families = len(size_F)
-    # a family has the hash of one member: with the minimum over its members, large families would
-    # come first
-    _, member_F = np.unique(family_N, return_index=True)
-    members = [f"{seed}|{uid}".encode() for uid in queries["uid"].take(member_F).to_pylist()]
-    digests = [hashlib.blake2b(member, digest_size=8).digest() for member in members]
-    hash_F = np.frombuffer(b"".join(digests), dtype=">u8")
+        return chosen_N
+    first_N = _families(queries, filter_pairs, scratch)
     target = max(1, round(share * num_queries))
     largest = max(1, round(target * LARGEST_FAMILY))
-    chosen_F = np.zeros(num_families, dtype=bool)
-    total = 0
-    for family in np.argsort(hash_F, kind="stable"):
-        size = int(size_F[family])
-        if size <= largest and total + size <= target:
-            chosen_F[family] = True
-            total += size
-    if total == 0 and num_families > 1:
-        chosen_F[np.argmin(size_F)] = True
-    return chosen_F[family_N]
+    left = target
+    with database(scratch) as tables:
+        # a family has the hash of one member: with the minimum over its members, large families
+        # would come first
+        families = (
+            "CREATE TABLE families AS "
+            "SELECT first, count(*) AS size, max(hash) AS hash FROM given GROUP BY first"
+        )
+        fill(tables, families, _members(queries, first_N, seed))
+        sizes = f"SELECT first, size FROM families WHERE size <= {largest} ORDER BY hash, first"
+        for block in ordered(tables, sizes):
+            pairs = zip(block["first"].to_pylist(), block["size"].to_pylist(), strict=True)
+            for first, size in pairs:
+                if size <= left:
+                    chosen_N[first] = True
+                    left -= size
+            if not left:
+                break
+        if left == target:
+            smallest = "SELECT first FROM families ORDER BY size, first LIMIT 2"
+            found = tables.execute(smallest).fetchall()
+            chosen_N[found[0]] = len(found) > 1
+    return chosen_N[first_N]
+
+
+def _members(queries: pa.Table, first_N: np.ndarray, seed: int) -> Iterator[pa.RecordBatch]:
+    """Family of each query, and a hash of the first member of each, in blocks."""
+    row = 0
+    for block in queries.select(["uid"]).to_batches():
+        first_B = first_N[row : row + block.num_rows]
+        digests = [
+            hashlib.blake2b(f"{seed}|{uid}".encode(), digest_size=8).digest()
+            for uid in block["uid"].to_pylist()
+        ]
+        hash_B = np.frombuffer(b"".join(digests), dtype=">u8").astype(np.uint64)
+        is_member_B = first_B != np.arange(row, row + block.num_rows)
+        hashes = pa.array(hash_B, mask=is_member_B)
+        yield pa.RecordBatch.from_pydict({"first": first_B, "hash": hashes})
+        row += block.num_rows
 
 
 def make_slice(raw: RawData, num_train: int, num_test: int) -> RawData:
@@ -174,23 +202,35 @@ def _columns(matrices: dict[str, csr_matrix], columns: np.ndarray) -> dict[str, 
     return {split: csr_matrix(matrix[:, columns]) for split, matrix in matrices.items()}
 
 
-def _families(queries: pa.Table, filter_pairs: csr_matrix) -> np.ndarray:
-    """Family of each query, int64 [n]: its connected component in the graph of queries, their texts
-    and their filtered labels.
+def _families(queries: pa.Table, filter_pairs: csr_matrix, scratch: Path | None) -> np.ndarray:
+    """Row of the first member of each query's family, int64 [n]: of its connected component in the
+    graph of queries, those of equal text, and their filtered labels.
     """
     from scipy.sparse.csgraph import connected_components
 
+    from unidec.data.database import first_rows
+
+    first_N = first_rows(_whole_texts(queries), _whole_texts(queries), scratch)
+    if not filter_pairs.nnz:
+        return first_N
     num_queries, num_labels = filter_pairs.shape
-    separator = pa.scalar("\n", pa.large_string())
-    texts = pc.binary_join_element_wise(queries["title"], queries["content"], separator)
-    text_N = pc.dictionary_encode(texts.combine_chunks()).indices.to_numpy().astype(np.int64)
-    first_text = num_queries + num_labels  # nodes: queries, then labels, then texts
+    num_nodes = num_queries + num_labels  # queries, then labels
+    repeated = np.flatnonzero(first_N != np.arange(num_queries))
     pairs = filter_pairs.tocoo()
-    from_node = np.concatenate([pairs.row, np.arange(num_queries)])
+    from_node = np.concatenate([pairs.row, repeated])
     label_node = pairs.col.astype(np.int64) + num_queries
-    to_node = np.concatenate([label_node, text_N + first_text])
-    num_nodes = first_text + num_queries
+    to_node = np.concatenate([label_node, first_N[repeated]])
     edges = (np.ones(len(from_node), dtype=np.int8), (from_node, to_node))
     graph = csr_matrix(edges, shape=(num_nodes, num_nodes))
     _, family_node = connected_components(graph, directed=False)
-    return np.unique(family_node[:num_queries], return_inverse=True)[1]
+    _, member_F, family_N = np.unique(
+        family_node[:num_queries], return_index=True, return_inverse=True
+    )
+    return member_F[family_N]
+
+
+def _whole_texts(queries: pa.Table) -> Iterator[pa.Array]:
+    """Title and content of each query, in blocks."""
+    separator = pa.scalar("\n", pa.large_string())
+    for block in queries.to_batches():
+        yield pc.binary_join_element_wise(block["title"], block["content"], separator)

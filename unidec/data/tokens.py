@@ -146,12 +146,12 @@ def same_texts(tokens: Tokens, others: Tokens, most: int = 0) -> NDArray[np.int6
         most: compare only the first `most` tokens; 0: all.
     """
     dtype = np.promote_types(tokens.ids.dtype, others.ids.dtype)
-    known = _as_bytes(others, dtype, most)
-    row_N = pc.index_in(_as_bytes(tokens, dtype, most), value_set=known)
+    known = as_bytes(others, dtype, most)
+    row_N = pc.index_in(as_bytes(tokens, dtype, most), value_set=known)
     return pc.fill_null(row_N, -1).to_numpy().astype(np.int64)
 
 
-def _as_bytes(tokens: Tokens, dtype: np.dtype[Any], most: int) -> pa.Array:
+def as_bytes(tokens: Tokens, dtype: np.dtype[Any], most: int) -> pa.Array:
     """The first `most` ids of each text (0: all) as bytes, for comparisons."""
     starts = pa.py_buffer(tokens.offsets * dtype.itemsize)
     ids = pa.py_buffer(tokens.ids.astype(dtype, copy=False))

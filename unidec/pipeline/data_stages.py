@@ -73,7 +73,8 @@ def ingest(params: Params) -> dict[str, str | int]:
         the data set's name, format, sizes and hash.
     """
     data = params.data
-    raw = read_section(params.data, params.raw)
+    paths.DATASET.parent.mkdir(parents=True, exist_ok=True)
+    raw = read_section(params.data, params.raw, paths.DATASET.parent)
     dataset = write_dataset(
         paths.DATASET, raw, validation_share=data.validation_share, split_seed=data.split_seed
     )
@@ -88,7 +89,7 @@ def validate(params: Params) -> Validated:
     Raises:
         DataError: an expectation of severity "critical" failed.
     """
-    from unidec.validation.frames import Reading
+    from unidec.validation.facts import Reading
     from unidec.validation.suite import validate_dataset
 
     def find(queries: list[str], labels: list[str]) -> tuple[dict[str, str], dict[str, str]]:

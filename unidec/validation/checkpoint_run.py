@@ -10,11 +10,13 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 from jinja2 import BytecodeCache
 from jinja2.bccache import Bucket
 
@@ -24,21 +26,45 @@ MAX_SAMPLES = 20
 _EXTERNAL = re.compile(r"<(script|style|footer)\b.*?</\1>|<(link|img)\b[^>]*>", re.DOTALL)
 
 
-def run_checkpoint(
-    name: str,
-    tables: dict[str, pd.DataFrame],
-    suites: Callable[[], dict[str, list[Any]]],
-    docs: Path | None,
-) -> list[tuple[str, Any]]:
-    """Run all suites as one checkpoint.
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What was counted for a check, and the bound that it is compared with.
+
+    Attributes:
+        column: of the check; None: a number of rows.
+        name: what was counted; the column of the table that Great Expectations checks.
+        description: what is expected.
+        value: the share of bad rows, the mean, or the number of rows.
+        minimum, maximum: bounds of the value.
+        count, of: number of bad rows, and of rows with a value; 0 for a mean or a number of rows.
+        samples: at most `MAX_SAMPLES` bad rows.
+    """
+
+    table: str
+    name: str
+    description: str
+    value: float
+    severity: str
+    column: str | None = None
+    minimum: int | None = None
+    maximum: float | None = None
+    count: int = 0
+    of: int = 0
+    samples: tuple[dict[str, Any], ...] = ()
+    key: str = ""
+    fix: str = ""
+
+
+def run_checkpoint(name: str, found: Sequence[Found], docs: Path | None) -> list[bool]:
+    """Judge what was counted in a data set, as one checkpoint.
 
     Args:
-        suites: returns each table's expectations. It is called when Great Expectations can be
-            imported without warnings.
+        found: in the order of their tables. Each table becomes one of Great Expectations with a
+            single row, the counts.
         docs: folder for Data Docs; None: no Data Docs.
 
     Returns:
-        (table, Great Expectations' result) of each expectation, in the order of the suites.
+        whether each of `found` is within its bounds.
     """
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")  # Great Expectations imports modules that Python deprecates
@@ -46,7 +72,6 @@ def run_checkpoint(
         from great_expectations.checkpoint import UpdateDataDocsAction
         from great_expectations.data_context.types.base import ProgressBarsConfig
 
-        expectations = suites()
         context: Any = gx.get_context(mode="ephemeral")
         context.variables.progress_bars = ProgressBarsConfig(globally=False)
         actions = []
@@ -55,13 +80,16 @@ def run_checkpoint(
             actions.append(UpdateDataDocsAction(name="docs", site_names=["local"]))
         source = context.data_sources.add_pandas(name)
         definitions = []
-        for table, frame in tables.items():
-            # a checkpoint passes the same batch parameters to all definitions, so each frame is
+        tables = list(dict.fromkeys(one.table for one in found))
+        for table in tables:
+            # a checkpoint passes the same batch parameters to all definitions, so each table is
             # read from its own file
             path = Path(folder, f"{table}.parquet")
-            frame.to_parquet(path, index=False)
+            counts = {one.name: [float(one.value)] for one in found if one.table == table}
+            pq.write_table(pa.table(counts), path)
             batch = source.add_parquet_asset(table, path=path).add_batch_definition("all")
-            suite = gx.ExpectationSuite(name=table, expectations=expectations[table])
+            expectations = [_expectation(one) for one in found if one.table == table]
+            suite = gx.ExpectationSuite(name=table, expectations=expectations)
             context.suites.add(suite)
             definition = gx.ValidationDefinition(name=table, data=batch, suite=suite)
             definitions.append(context.validation_definitions.add(definition))
@@ -69,17 +97,26 @@ def run_checkpoint(
             name=name,
             validation_definitions=definitions,
             actions=actions,
-            result_format={
-                "result_format": "SUMMARY",
-                "partial_unexpected_count": MAX_SAMPLES,
-            },
+            result_format={"result_format": "SUMMARY"},
         )
         with _templates_compiled_once():
             run = context.checkpoints.add(checkpoint).run()
     by_table = {result.suite_name: result for result in run.run_results.values()}
     if docs is not None:
         _without_network(docs, {table: bool(result.success) for table, result in by_table.items()})
-    return [(table, item) for table in tables for item in by_table[table].results]
+    return [bool(item.success) for table in tables for item in by_table[table].results]
+
+
+def _expectation(one: Found) -> Any:
+    import great_expectations.expectations as gxe
+
+    return gxe.ExpectColumnMaxToBeBetween(
+        column=one.name,
+        min_value=one.minimum,
+        max_value=one.maximum,
+        description=one.description,
+        severity=one.severity,
+    )
 
 
 class _Templates(BytecodeCache):
@@ -111,12 +148,6 @@ def _templates_compiled_once() -> Iterator[None]:
         yield
     finally:
         view.Environment = environment
-
-
-def severity_of(item: Any) -> str:
-    """ "critical" or "warning", of a result of Great Expectations."""
-    severity = item.expectation_config.severity
-    return str(getattr(severity, "value", severity))
 
 
 def _site(docs: Path) -> dict[str, Any]:

@@ -11,95 +11,108 @@ reported."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from unidec.config import Validation
+from unidec.data.database import Database, database, one_row
 from unidec.data.dataset import XMCDataset
+from unidec.data.raw import SPLITS
 from unidec.data.storage import swap_folder, write_json
 from unidec.evaluation.page import render
-from unidec.validation.checkpoint_run import MAX_SAMPLES, run_checkpoint, severity_of
+from unidec.validation.checkpoint_run import MAX_SAMPLES, Found, run_checkpoint
 from unidec.validation.distributions import distributions
-from unidec.validation.frames import (
+from unidec.validation.facts import (
     TITLES,
     Reading,
-    label_frame,
-    pair_frame,
-    query_frame,
+    collect_facts,
+    space_needed,
     text_counts,
 )
 
-MEAN = "expect_column_mean_to_be_between"
 MULTILINGUAL = "sentence-transformers/paraphrase-multilingual-MiniLM-L12-v2"
 SHOWN_CHARS = 200  # length to which the text of a sample is cut
 LARGEST_RELEVANCE = float(np.finfo(np.float32).max)
+TABLES = ("queries", "labels", "pairs")
 Places = dict[str, str]
 """`file:line` by uid."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A check for suspicious rows: those whose value in a column is below `minimum` or above
-    `maximum`.
+    """A check of a table.
 
     Attributes:
-        key: key in section `validation` with the allowed share of such rows, and its severity.
-        what: description of such rows.
+        table: "queries", "labels" or "pairs".
+        column: the column that is checked, whose value samples show.
+        what: description of the rows that are sought.
+        bad: SQL expression: 1 for these rows, 0 for others; or a share, whose mean is compared.
+        key: key in section `validation` with the allowed share of such rows, and its severity; "":
+        none are allowed, and severity is critical.
+        mean: `bad` is a share.
         warned_share: with severity "error", a share above this one is already a warning.
-        mean: the column itself holds shares, and their mean is compared.
     """
 
-    key: str
     table: str
     column: str
     what: str
-    minimum: float | None = None
-    maximum: float | None = None
-    warned_share: float = 0.0
+    bad: str
+    key: str = ""
     mean: bool = False
+    warned_share: float = 0.0
 
 
 CHECKS = (
+    *(
+        check
+        for table in ("queries", "labels")
+        for check in (
+            Check(table=table, column="uid", what="empty uids", bad="uid = ''"),
+            Check(
+                table=table,
+                column="uid",
+                what="uids that occur twice",
+                bad=f"uid IN (SELECT uid FROM {table} GROUP BY uid HAVING count(*) > 1)",
+            ),
+        )
+    ),
     Check(
         key="empty_texts",
         table="queries",
         column="text_length",
         what="empty texts",
-        minimum=1,
+        bad="text_length = 0",
     ),
     Check(
         key="test_texts_in_train",
         table="queries",
         column="text_in_train",
         what="test queries with the text of a training query (leak)",
-        minimum=0,
-        maximum=0,
+        bad="text_in_train = 1",
     ),
     Check(
         key="queries_without_positives",
         table="queries",
         column="num_positives",
         what="queries without positives",
-        minimum=1,
+        bad="num_positives = 0",
     ),
     Check(
         key="empty_texts",
         table="labels",
         column="text_length",
         what="empty texts",
-        minimum=1,
+        bad="text_length = 0",
     ),
     Check(
         key="labels_without_training_points",
         table="labels",
         column="num_train_queries",
         what="labels without training queries",
-        minimum=1,
+        bad="num_train_queries = 0",
         warned_share=0.1,
     ),
     Check(
@@ -107,8 +120,7 @@ CHECKS = (
         table="labels",
         column="labels_with_this_text",
         what="labels with the text of another label",
-        minimum=1,
-        maximum=1,
+        bad="labels_with_this_text > 1",
         warned_share=0.01,
     ),
     Check(
@@ -116,8 +128,7 @@ CHECKS = (
         table="labels",
         column="labels_with_these_tokens",
         what="labels with another text, but the same tokens, as another label",
-        minimum=0,
-        maximum=0,
+        bad="labels_with_these_tokens > 0",
         warned_share=0.01,
     ),
     Check(
@@ -125,27 +136,42 @@ CHECKS = (
         table="queries",
         column="unknown_tokens",
         what="tokens of a query that the tokenizer does not know",
-        warned_share=0.01,
+        bad="unknown_tokens",
         mean=True,
+        warned_share=0.01,
     ),
     Check(
         key="unknown_tokens",
         table="labels",
         column="unknown_tokens",
         what="tokens of a label that the tokenizer does not know",
-        warned_share=0.01,
+        bad="unknown_tokens",
         mean=True,
+        warned_share=0.01,
+    ),
+    Check(
+        table="pairs",
+        column="relevance",
+        what="pairs whose relevance is not a positive, finite number",
+        bad=f"NOT (relevance > 0 AND relevance <= {LARGEST_RELEVANCE})",
+    ),
+    Check(
+        table="pairs",
+        column="label",
+        what="pairs that occur twice",
+        bad="(query, label) IN "
+        "(SELECT (query, label) FROM pairs GROUP BY query, label HAVING count(*) > 1)",
     ),
     Check(
         key="filtered_positives",
         table="pairs",
         column="filtered",
         what="positives that are also filter pairs",
-        minimum=0,
-        maximum=0,
+        bad="filtered",
         warned_share=0.01,
     ),
 )
+OF_TOKENS = ("unknown_tokens", "labels_with_these_tokens")  # columns that need a tokenizer
 
 
 def validate_dataset(
@@ -157,6 +183,9 @@ def validate_dataset(
     reading: Reading = TITLES,
 ) -> dict[str, Any]:
     """Check a stored data set and write the verdict.
+
+    Facts are counted in a database on disk (`unidec.validation.facts`); Great Expectations judges
+    the counts.
 
     Args:
         out_path: folder for result.json (the verdict; the same bytes for the same data), index.html
@@ -180,25 +209,23 @@ def validate_dataset(
         ArtifactError: the data set is missing or damaged. A failed check raises no error.
     """
     dataset = XMCDataset.open(dataset_path)
-    queries = query_frame(dataset, reading)
-    labels = label_frame(dataset, reading)
-    tables = {"queries": queries, "labels": labels, "pairs": pair_frame(dataset)}
-    with swap_folder(out_path) as out:
-        fixes = advice(labels, reading)
-        suites = partial(_expectations, limits or Validation(), tables, fixes)
-        checked = run_checkpoint("dataset", tables, suites, out / "docs" if docs else None)
-        results = [_result(table, item, dataset, tables[table]) for table, item in checked]
+    with swap_folder(out_path) as out, database(out, space_needed(dataset)) as tables:
+        collect_facts(tables, dataset, reading)
+        found = list(_count(tables, dataset, limits or Validation(), reading))
+        passed = run_checkpoint("dataset", found, out / "docs" if docs else None)
+        results = [_result(one, success) for one, success in zip(found, passed, strict=True)]
         failing = [result for result in results if not result["success"]]
         failed = [result for result in failing if result["severity"] == "critical"]
         warned = [result for result in failing if result["severity"] != "critical"]
         if find is not None:
             _add_places(failed, find)
+        num_rows = (dataset.num_queries, dataset.num_labels, dataset.relevance.nnz)
         verdict = {
             "success": not failed,
             "name": dataset.name,
             "dataset_sha256": dataset.sha256,
             "text": reading.text,
-            "rows": {name: len(frame) for name, frame in tables.items()},
+            "rows": dict(zip(TABLES, num_rows, strict=True)),
             "failed": [_sentence(result) for result in failed],
             "warnings": [_sentence(result) for result in warned],
             "expectations": results,
@@ -210,7 +237,7 @@ def validate_dataset(
             docs=docs,
             texts=_texts(results, dataset, reading),
             charts=distributions(tables),
-            facts=text_counts(dataset, reading, queries, labels),
+            facts=text_counts(tables, reading),
         )
         (out / "index.html").write_text(page, encoding="utf-8")
     return verdict
@@ -256,7 +283,7 @@ def _texts(
     return found
 
 
-def advice(labels: pd.DataFrame, reading: Reading) -> dict[str, str]:
+def advice(tables: Database, reading: Reading) -> dict[str, str]:
     """What to do about each column of tokens, by the column's name."""
     if reading.tokenizer is None:
         return {}
@@ -265,9 +292,11 @@ def advice(labels: pd.DataFrame, reading: Reading) -> dict[str, str]:
         f"encoder of their language, or a multilingual one such as {MULTILINGUAL}; with "
         "encoder.kind: bag, only its tokenizer is used"
     )
-    equal = labels[labels["labels_with_these_tokens"] > 0]
-    num_unknown = (equal["unknown_tokens"] > 0).sum()
-    num_cut = equal["cut"].sum()
+    num_unknown, num_cut = one_row(
+        tables,
+        "SELECT count(*) FILTER (unknown_tokens > 0), count(*) FILTER (is_cut) FROM labels "
+        "WHERE labels_with_these_tokens > 0",
+    )
     if num_unknown == num_cut == 0:
         same = (
             "the tokenizer ignores what these texts differ in, such as case or accents: reword "
@@ -280,87 +309,77 @@ def advice(labels: pd.DataFrame, reading: Reading) -> dict[str, str]:
     return {"unknown_tokens": unknown, "labels_with_these_tokens": same}
 
 
-def _expectations(
-    limits: Validation, tables: Mapping[str, pd.DataFrame], fixes: Mapping[str, str]
-) -> dict[str, list[Any]]:
-    """Expectations for each table."""
-    import great_expectations.expectations as gxe
-
-    def critical(kind: str, what: str, **bounds: Any) -> Any:
-        return getattr(gxe, f"Expect{kind}")(description=what, severity="critical", **bounds)
-
-    found = {}
-    for table in tables:
-        what = f"the table of {table} is not empty"
-        found[table] = [critical("TableRowCountToBeBetween", what, min_value=1)]
-    for table in ("queries", "labels"):
-        found[table] += [
-            critical("ColumnValueLengthsToBeBetween", "no uid is empty", column="uid", min_value=1),
-            critical("ColumnValuesToBeUnique", "no uid occurs twice", column="uid"),
-        ]
-    for split in ("train", "validation", "test"):
-        has_queries = gxe.ExpectColumnDistinctValuesToContainSet(
-            column="split",
-            value_set=[split],
-            description=f"the {split} split has queries",
-            severity="critical" if split == "train" else "warning",
-        )
-        found["queries"].append(has_queries)
-    found["pairs"] += [
-        critical("ColumnValuesToNotBeNull", "no relevance is NaN", column="relevance"),
-        critical(
-            "ColumnValuesToBeBetween",
-            "relevance is positive and finite",
-            column="relevance",
-            min_value=0,
-            strict_min=True,
-            max_value=LARGEST_RELEVANCE,
-        ),
-        critical(
-            "CompoundColumnsToBeUnique", "no pair occurs twice", column_list=["query", "label"]
-        ),
-    ]
-    for check in CHECKS:
-        if check.column in tables[check.table]:
-            found[check.table] += _graded(check, limits, fixes.get(check.column, ""))
-    return found
+def _count(
+    tables: Database, dataset: XMCDataset, limits: Validation, reading: Reading
+) -> Iterator[Found]:
+    """What the checks count, table by table."""
+    fixes = advice(tables, reading)
+    for table in TABLES:
+        yield _rows(tables, table, f"the table of {table} is not empty", "critical")
+        if table == "queries":
+            for number, split in enumerate(SPLITS):
+                severity = "warning" if number else "critical"
+                what = f"the {split} split has queries"
+                yield _rows(tables, f"{table} WHERE split = {number}", what, severity)
+        for check in CHECKS:
+            if check.table != table or (check.column in OF_TOKENS and reading.tokenizer is None):
+                continue
+            yield from _graded(tables, dataset, check, limits, fixes.get(check.column, ""))
 
 
-def _graded(check: Check, limits: Validation, fix: str) -> list[Any]:
-    """An expectation for the allowed share; with severity "error" also one that warns about a lower
-    share.
+def _rows(tables: Database, source: str, description: str, severity: str) -> Found:
+    """Expects at least one row."""
+    (count,) = one_row(tables, f"SELECT count(*) FROM {source}")
+    return Found(
+        table=source.partition(" ")[0],
+        name=description,
+        description=description,
+        value=count,
+        severity=severity,
+        minimum=1,
+    )
+
+
+def _graded(
+    tables: Database, dataset: XMCDataset, check: Check, limits: Validation, fix: str
+) -> Iterator[Found]:
+    """The check with its allowed share; with severity "error" also with the lower share that is a
+    warning.
     """
-    import great_expectations.expectations as gxe
-
-    limit, severity = limits.limit(check.key)
-    levels: list[tuple[float, str]] = []
-    if severity != "off":
-        levels.append((limit, "critical" if severity == "error" else "warning"))
-    if severity == "error" and check.warned_share < limit:
-        levels.append((check.warned_share, "warning"))
-    expectations: list[Any] = []
+    levels = [(0.0, "critical")]
+    if check.key:
+        limit, severity = limits.limit(check.key)
+        levels = []
+        if severity != "off":
+            levels.append((limit, "critical" if severity == "error" else "warning"))
+        if severity == "error" and check.warned_share < limit:
+            levels.append((check.warned_share, "warning"))
+    if not levels:
+        return
+    table = check.table
+    order = "query, label" if table == "pairs" else "row"
+    facts = (
+        f"(SELECT *, ({check.bad})::DOUBLE AS bad FROM {table} WHERE {check.column} IS NOT NULL)"
+    )
+    counts = f"SELECT coalesce(avg(bad), 0), count(*) FILTER (bad > 0), count(*) FROM {facts}"
+    value, count, of = one_row(tables, counts)
+    select = f"SELECT * FROM {facts} WHERE bad > 0 ORDER BY bad DESC, {order} LIMIT {MAX_SAMPLES}"
+    rows = tables.sql(select).to_arrow_table().to_pylist() if count else []
     for share, level in levels:
-        options: dict[str, Any] = {
-            "column": check.column,
-            "severity": level,
-            "meta": {"key": f"validation.{check.key}", "fix": fix},
-        }
-        what = f"{check.what}: {_at_most(share)}"
-        if check.mean:
-            mean = gxe.ExpectColumnMeanToBeBetween(
-                description=f"{what} on average", max_value=share, **options
-            )
-            expectations.append(mean)
-        else:
-            values = gxe.ExpectColumnValuesToBeBetween(
-                description=what,
-                min_value=check.minimum,
-                max_value=check.maximum,
-                mostly=1 - share,
-                **options,
-            )
-            expectations.append(values)
-    return expectations
+        yield Found(
+            table=table,
+            name=f"share of {check.what}",
+            description=f"{check.what}: {_at_most(share)}{' on average' if check.mean else ''}",
+            value=value,
+            severity=level,
+            column=check.column,
+            maximum=share,
+            count=0 if check.mean else count,
+            of=0 if check.mean else of,
+            samples=tuple(_sample(row, check.column, dataset) for row in rows),
+            key=check.key and f"validation.{check.key}",
+            fix=fix,
+        )
 
 
 def _at_most(share: float) -> str:
@@ -371,62 +390,41 @@ def _at_most(share: float) -> str:
     return f"at most {share:.1%}"
 
 
-def _result(table: str, item: Any, dataset: XMCDataset, frame: pd.DataFrame) -> dict[str, Any]:
-    config = item.expectation_config
-    found = item.result
-    meta = config.meta or {}
-    kwargs = dict(config.kwargs)
-    for name in ("batch_id", "result_format"):
-        kwargs.pop(name, None)
-    column = kwargs.get("column")
-    if item.success:
-        rows = []
-    elif config.type == MEAN:  # Great Expectations names no rows: the worst ones
-        worst = frame[column].nlargest(MAX_SAMPLES)
-        rows = worst[worst > 0].index.tolist()
-    else:
-        rows = found.get("partial_unexpected_index_list") or []
-    num_elements = found.get("element_count") or 0
-    num_missing = found.get("missing_count") or 0
+def _result(found: Found, success: bool) -> dict[str, Any]:
     return {
-        "table": table,
-        "type": config.type,
-        "description": config.description,
-        "key": meta.get("key"),
-        "fix": meta.get("fix", ""),
-        "kwargs": kwargs,
-        "severity": severity_of(item),
-        "success": bool(item.success),
-        "unexpected_count": int(found.get("unexpected_count") or 0),
-        "element_count": int(num_elements - num_missing),
-        "observed": found.get("observed_value"),
-        "samples": [_sample(row, frame, column, dataset) for row in rows],
+        "table": found.table,
+        "column": found.column,
+        "description": found.description,
+        "key": found.key or None,
+        "fix": found.fix,
+        "bound": found.minimum if found.maximum is None else found.maximum,
+        "severity": found.severity,
+        "success": success,
+        "unexpected_count": found.count,
+        "element_count": found.of,
+        "observed": found.value,
+        "samples": [] if success else [dict(sample) for sample in found.samples],
     }
 
 
-def _sample(
-    row: int, frame: pd.DataFrame, column: str | None, dataset: XMCDataset
-) -> dict[str, Any]:
-    """A failing row with its uid, because Great Expectations returns only row numbers."""
-    record = frame.iloc[[row]].to_dict("records")[0]
-    value = None if column is None else record[column]
+def _sample(record: dict[str, Any], column: str, dataset: XMCDataset) -> dict[str, Any]:
+    """A bad row with its uid."""
     if "uid" in record:
-        return {"row": int(row), "uid": record["uid"], "value": value}
+        return {"row": record["row"], "uid": record["uid"], "value": record[column]}
     query = record["query"]
     uid = dataset.query_uids([query])[0]
-    return {"query": query, "label": record["label"], "uid": uid, "value": value}
+    return {"query": query, "label": record["label"], "uid": uid, "value": record[column]}
 
 
 def _sentence(result: dict[str, Any]) -> str:
-    observed = result["observed"]
     parts = [f"{result['table']}: {result['description']}"]
     count = result["unexpected_count"]
     if count:
         parts.append(f"found {count:,} of {result['element_count']:,}")
-    elif result["type"] == MEAN and observed is not None:
-        parts.append(f"found {observed:.1%}")
-    elif observed is not None:
-        parts.append(f"found {observed}")
+    elif result["column"]:
+        parts.append(f"found {result['observed']:.1%}")
+    else:
+        parts.append("found none")
     if result["samples"]:
         places = map(_place, result["samples"][:3])
         parts.append(f"for example {', '.join(places)}")

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from unidec.config import Data, RawBounds
 from unidec.data.formats import folder, tables, xmc
-from unidec.data.formats.files import Lines, Source, rows_of
+from unidec.data.formats.files import Lines, Source
 from unidec.data.raw import RawData, hold_out
 from unidec.data.raw_lines import DEFAULT_BOUNDS
 from unidec.data.storage import file_sha256
@@ -32,31 +32,36 @@ def read_raw(
     test_share: float = 0.2,
     split_seed: int = 0,
     bounds: RawBounds = DEFAULT_BOUNDS,
+    scratch: Path | None = None,
 ) -> RawData:
     """Read a folder of raw files.
+
+    Large tables and pairs are in files without a name, which are mapped into memory.
 
     Args:
         format: a name in LAYOUTS, or "auto" to recognise the layout by the files in the folder.
         test_share, split_seed: share of the queries held out as test split if the data has none,
             and its seed (`hold_out`).
         bounds: limits for rows, texts and compressed files.
+        scratch: folder for temporary files; None: the system's.
 
     Raises:
+        ArtifactError: there is no space for temporary files.
         DataError: the layout is unknown; files are missing, damaged or exceed a limit; or pairs,
             uids or texts are invalid (see docs/data.md). All kinds of errors are reported together,
             with at most 20 samples as `file:line`.
     """
-    source, raw = _read(path, format, bounds)
+    source, raw = _read(path, format, bounds, scratch)
     if "test" not in raw.queries:
-        is_test = hold_out(raw.queries["train"], raw.filter_pairs["train"], test_share, split_seed)
-        test = np.flatnonzero(is_test)
-        train = np.flatnonzero(~is_test)
-        raw = raw.take({"test": test, "train": train})
+        train = raw.queries["train"]
+        is_test = hold_out(train, raw.filter_pairs["train"], test_share, split_seed, scratch)
+        rows = {"test": np.flatnonzero(is_test), "train": np.flatnonzero(~is_test)}
+        raw = raw.take(rows, scratch)
     files = {name: file_sha256(file) for name, file in sorted(source.read.items())}
     return replace(raw, name=source.root.resolve().name, files=files)
 
 
-def read_section(data: Data, bounds: RawBounds) -> RawData:
+def read_section(data: Data, bounds: RawBounds, scratch: Path | None = None) -> RawData:
     """`read_raw` with the settings of section `data`."""
     return read_raw(
         data.path,
@@ -64,6 +69,7 @@ def read_section(data: Data, bounds: RawBounds) -> RawData:
         test_share=data.test_share,
         split_seed=data.split_seed,
         bounds=bounds,
+        scratch=scratch,
     )
 
 
@@ -111,14 +117,16 @@ def find_rows(
     source, raw = _read(root, data.format, bounds)
     query_places: dict[str, str] = {}
     for split, table in raw.queries.items():
-        query_places |= _places(table, queries, source.queries_at[split])
-    return query_places, _places(raw.labels, labels, source.labels_at)
+        query_places |= _places(source, table, queries, source.queries_at[split])
+    return query_places, _places(source, raw.labels, labels, source.labels_at)
 
 
-def _places(table: pa.Table, uids: Sequence[str], at: tuple[str, Lines]) -> dict[str, str]:
+def _places(
+    source: Source, table: pa.Table, uids: Sequence[str], at: tuple[str, Lines]
+) -> dict[str, str]:
     """`file:line` of the uids that are in a table."""
     file, lines = at
-    rows = rows_of(pa.array(uids, pa.large_string()), table["uid"])
+    rows = source.rows_of(pa.chunked_array([uids], pa.large_string()), table["uid"])
     known = np.flatnonzero(rows >= 0)
     found = zip(known.tolist(), lines(rows[known]).tolist(), strict=True)
     return {uids[place]: f"{file}:{line}" for place, line in found}
@@ -145,7 +153,9 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
     raise DataError("no such folder", where=root, fix=fix)
 
 
-def _read(path: str | os.PathLike[str], format: str, bounds: RawBounds) -> tuple[Source, RawData]:
+def _read(
+    path: str | os.PathLike[str], format: str, bounds: RawBounds, scratch: Path | None = None
+) -> tuple[Source, RawData]:
     """Read and check all files of a folder."""
     root = check_folder(path)
     layout = _detect(root) if format == "auto" else format
@@ -157,7 +167,7 @@ def _read(path: str | os.PathLike[str], format: str, bounds: RawBounds) -> tuple
             expected=", ".join(["auto", *LAYOUTS]),
             fix="a folder of .csv, .tsv, .jsonl or .parquet tables has the layout tables",
         )
-    source = Source(root, bounds)
+    source = Source(root, bounds, scratch)
     raw = LAYOUTS[layout].read(source)
     _check(source, raw)
     source.stop()
@@ -205,17 +215,20 @@ def _check(source: Source, raw: RawData) -> None:
     if not raw.queries["train"].num_rows:
         source.note("no training queries", "train", 0)
     for (other_split, other), (split, table) in itertools.combinations(raw.queries.items(), 2):
-        is_shared = pc.is_in(table["uid"], value_set=other["uid"].combine_chunks())
+        shared = np.flatnonzero(source.rows_of(table["uid"], other["uid"]) >= 0)
         kind = f"query of another split again in {split} (leak)"
         detail = f"uid {{}} is in {other_split}"
-        shared = np.flatnonzero(is_shared.to_numpy())
         source.note_rows(kind, source.queries_at[split], shared, detail, table["uid"])
 
 
 def _check_lengths(source: Source, texts: pa.Table, at: tuple[str, Lines]) -> None:
     limit = source.bounds.max_text_chars
     kind = f"text of more than raw.max_text_chars = {limit:,} characters"
-    for column in ("title", "content"):
-        lengths = pc.utf8_length(texts[column]).to_numpy()
-        too_long = np.flatnonzero(lengths > limit)
-        source.note_rows(kind, at, too_long, f"{column}: {{}}", lengths)
+    row = 0
+    for block in texts.to_batches():
+        for column in ("title", "content"):
+            lengths = pc.utf8_length(block[column]).to_numpy()
+            too_long = np.flatnonzero(lengths > limit)
+            by_row = dict(zip((too_long + row).tolist(), lengths[too_long].tolist(), strict=True))
+            source.note_rows(kind, at, too_long + row, f"{column}: {{}}", by_row)
+        row += block.num_rows

@@ -13,24 +13,27 @@ import re
 import zipfile
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 from scipy.sparse import csr_matrix, load_npz
 
 from unidec.config import RawBounds
+from unidec.data.database import database, fill, first_rows, one_row, ordered
 from unidec.data.formats import folder
-from unidec.data.raw import RawData
+from unidec.data.raw import TEXT_SCHEMA, RawData, row_uids, text_table
 from unidec.data.raw_lines import DEFAULT_BOUNDS, Report, check_unpacked, decode, read_lines
+from unidec.data.spool import Numbers, csr_on_disk, table_on_disk
 from unidec.data.table_file import in_blocks
 from unidec.errors import DataError
 
 MAX_SAMPLES = 20
+BLOCK_PAIRS = 1 << 20
 _NO_MATRIX = (
     zipfile.BadZipFile,
     MemoryError,
@@ -59,14 +62,18 @@ class Source:
         read: the files that were read, by relative path.
         queries_at: by split, the file of its queries and the `Lines` of its rows.
         labels_at: the file of the labels and the `Lines` of its rows.
+        scratch: folder for temporary files; None: the system's.
         fix: what to do about errors.
     """
 
     fix = "correct or remove these lines; nothing was written"
 
-    def __init__(self, root: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> None:
+    def __init__(
+        self, root: Path, bounds: RawBounds = DEFAULT_BOUNDS, scratch: Path | None = None
+    ) -> None:
         self.root = root
         self.bounds = bounds
+        self.scratch = scratch
         self.count: Counter[str] = Counter()
         self.samples: dict[str, list[str]] = {}
         self.fixes: list[str] = []
@@ -150,13 +157,27 @@ class Source:
         name = self.name(path)
         return lambda what, line, got: self.note(what, name, line, got)
 
-    def texts(self, path: Path) -> pa.ChunkedArray:
-        """The lines of a file as texts (large_string)."""
+    def texts(self, path: Path, first: int = 0) -> pa.Table:
+        """The lines of a file as titles; their uids are row numbers from `first`."""
         report = self.report(path)
         lines = read_lines(path, self.bounds)
         texts = (decode(line, number, report).removesuffix("\r") for number, line in lines)
-        blocks = [pa.array(block, pa.large_string()) for block in in_blocks(texts)]
-        return pa.chunked_array(blocks, pa.large_string())
+
+        def blocks() -> Iterator[pa.Table]:
+            row = first
+            for block in in_blocks(texts):
+                yield text_table(row_uids(row, len(block)), block)
+                row += len(block)
+
+        return table_on_disk(blocks(), TEXT_SCHEMA, self.scratch)
+
+    def numbers(self, dtype: npt.DTypeLike) -> Numbers:
+        """An empty array that grows."""
+        return Numbers(dtype, self.scratch)
+
+    def rows_of(self, uids: pa.ChunkedArray, known: pa.ChunkedArray) -> np.ndarray:
+        """First row of each uid in `known`, int64; -1 if it is not in it."""
+        return first_rows(uids.chunks, known.chunks, self.scratch)
 
 
 @dataclass(frozen=True)
@@ -199,54 +220,54 @@ class Pairs:
         """CSR matrix with sorted indices: relevance (float32) or filter pairs (bool). Invalid pairs
         are recorded and left out.
         """
-        good_P = self._inside("label", "label index", self.label_P, shape[1])
-        good_P &= self._inside("query", "query row", self.query_P, shape[0])
-        if self.value_P is None:
-            value_P = np.ones(len(good_P), dtype=bool)
-        else:
-            with np.errstate(over="ignore", under="ignore"):
-                value_P = self.value_P.astype(np.float32)
-            is_pair_P = np.isfinite(value_P) & (value_P > 0)
-            is_none_P = (self.value_P == 0) & zero_is_no_pair
-            self._note(
-                "relevance that is not a positive number",
-                ~(is_pair_P | is_none_P),
-                "label {}: {}",
-                self.label_P,
-                self.value_P,
-            )
-            good_P &= is_pair_P
-        query_P = self.query_P[good_P]
-        label_P = self.label_P[good_P]
-        matrix = csr_matrix((value_P[good_P], (query_P, label_P)), shape=shape)
-        if matrix.nnz < len(query_P) and self.value_P is not None:
-            pair_P = query_P.astype(np.int64) * shape[1] + label_P
-            first = np.unique(pair_P, return_index=True)[1]
-            repeated = np.delete(np.flatnonzero(good_P), first)
-            columns = self.query_P, self.label_P
-            self.source.note_rows(
-                "pair given twice", self.at, repeated, "query row {}, label {}", *columns
-            )
+        is_filter = self.value_P is None
+        query = f"query BETWEEN 0 AND {shape[0] - 1}"
+        label = f"label BETWEEN 0 AND {shape[1] - 1}"
+        value = "value > 0 AND isfinite(value)"
+        good = f"FROM pairs WHERE {query} AND {label} AND {value}"
+        again = "row_number() OVER (PARTITION BY query, label ORDER BY place) > 1"
+        with database(self.source.scratch) as tables:
+            fill(tables, "CREATE TABLE pairs AS SELECT * FROM given", self._blocks())
+
+            def note(kind: str, bad: str, detail: str, *columns: Any) -> None:
+                found = tables.execute(f"SELECT place {bad} ORDER BY place").fetchnumpy()["place"]
+                self.source.note_rows(kind, self.at, found, detail, *columns)
+
+            if not self.by_uid:
+                of = "filter pair with a " if is_filter else ""
+                kind = f"{of}label index outside 0..{shape[1] - 1}"
+                note(kind, f"FROM pairs WHERE NOT ({label})", "label {}", self.label_P)
+                kind = f"{of}query row outside 0..{shape[0] - 1}"
+                note(kind, f"FROM pairs WHERE NOT ({query})", "query {}", self.query_P)
+            if not is_filter:
+                kind = "relevance that is not a positive number"
+                wrong = f"FROM pairs WHERE NOT ({value} OR (given = 0 AND {zero_is_no_pair}))"
+                note(kind, wrong, "label {}: {}", self.label_P, self.value_P)
+            triples = ordered(tables, f"SELECT query, label, value {good} ORDER BY query, label")
+            dtype = bool if is_filter else np.float32
+            matrix = csr_on_disk(triples, shape, dtype, self.source.scratch)
+            if not is_filter and matrix.nnz < one_row(tables, f"SELECT count(*) {good}")[0]:
+                columns = self.query_P, self.label_P
+                repeated = f"{good} QUALIFY {again}"
+                note("pair given twice", repeated, "query row {}, label {}", *columns)
         return matrix
 
-    def _inside(self, what: str, index: str, row_P: np.ndarray, limit: int) -> np.ndarray:
-        """Which pairs have a row number in range; others are recorded."""
-        inside_P = (row_P >= 0) & (row_P < limit)
-        if not self.by_uid:
-            kind = f"{index} outside 0..{limit - 1}"
-            if self.value_P is None:
-                kind = f"filter pair with a {kind}"
-            self._note(kind, ~inside_P, f"{what} {{}}", row_P)
-        return inside_P
-
-    def _note(self, kind: str, bad_P: np.ndarray, detail: str, *columns: np.ndarray) -> None:
-        self.source.note_rows(kind, self.at, np.flatnonzero(bad_P), detail, *columns)
-
-
-def rows_of(uids: pa.ChunkedArray | pa.Array, known: pa.ChunkedArray) -> np.ndarray:
-    """Row of each uid in `known`, int64; -1 if it is not in it."""
-    rows = pc.index_in(uids, value_set=pc.cast(known, pa.large_string()).combine_chunks())
-    return pc.fill_null(rows, -1).to_numpy(zero_copy_only=False).astype(np.int64)
+    def _blocks(self) -> Iterator[pa.RecordBatch]:
+        """All pairs; `given` are the values, and `value` those that are stored."""
+        for start in range(0, max(len(self.query_P), 1), BLOCK_PAIRS):
+            block = slice(start, start + BLOCK_PAIRS)
+            query_P = self.query_P[block]
+            given_P = np.ones(len(query_P)) if self.value_P is None else self.value_P[block]
+            with np.errstate(over="ignore", under="ignore"):
+                value_P = given_P.astype(np.float32)
+            columns = {
+                "query": query_P,
+                "label": self.label_P[block],
+                "given": given_P,
+                "value": value_P,
+                "place": np.arange(start, start + len(query_P)),
+            }
+            yield pa.RecordBatch.from_pydict(columns)
 
 
 def read_sparse_text(source: Source, path: Path, shape: tuple[int, int]) -> Pairs:
@@ -260,21 +281,25 @@ def read_sparse_text(source: Source, path: Path, shape: tuple[int, int]) -> Pair
     lines = read_lines(path, source.bounds)
     _, header = next(lines, (1, b""))
     _check_header(f"{path}:1", header.decode("utf-8", "replace").split(), shape)
-    query = array("i")
-    label = array("q")
-    value = array("d")
+    query = source.numbers(np.int32)
+    label = source.numbers(np.int64)
+    value = source.numbers(np.float64)
     number = 1
     for number, line in lines:
+        labels = array("q")
+        values = array("d")
         for token in line.split():
             try:
                 index, relevance = token.split(b":")
                 relevance_number = float(relevance)
-                label.append(int(index))
+                labels.append(int(index))
             except (ValueError, OverflowError):
                 report("not `label:relevance`", number, _shown(token))
                 continue
-            query.append(number - 2)
-            value.append(relevance_number)
+            values.append(relevance_number)
+        query.extend([number - 2] * len(labels))
+        label.extend(labels)
+        value.extend(values)
     if number - 1 != shape[0]:
         raise DataError(
             "row counts differ",
@@ -282,13 +307,13 @@ def read_sparse_text(source: Source, path: Path, shape: tuple[int, int]) -> Pair
             got=f"{number - 1:,} rows",
             expected=shape[0],
         )
-    query_P = np.asarray(query)
+    query_P = query.array()
     return Pairs(
         source=source,
         at=(source.name(path), lambda pair_P: query_P[pair_P] + 2),
         query_P=query_P,
-        label_P=np.asarray(label),
-        value_P=np.asarray(value),
+        label_P=label.array(),
+        value_P=value.array(),
     )
 
 
@@ -313,15 +338,15 @@ def _shown(data: bytes) -> str:
 def read_filter_text(source: Source, path: Path) -> Pairs:
     """Read a filter file: `query_row label_row` per line, 0-based, without header."""
     report = source.report(path)
-    numbers = array("q")
+    numbers = source.numbers(np.int64)
     for number, line in read_lines(path, source.bounds):
         try:
             query, label = map(int, line.split())
-            numbers += array("q", (query, label, number))
+            numbers.extend((query, label, number))
         except (ValueError, OverflowError):
             if line.strip():
                 report("not `query_row label_row`", number, _shown(line))
-    query_P, label_P, line_P = np.asarray(numbers, dtype=np.int64).reshape(-1, 3).T
+    query_P, label_P, line_P = numbers.array().reshape(-1, 3).T
     return Pairs(
         source=source,
         at=(source.name(path), line_P.__getitem__),

@@ -10,10 +10,11 @@ BEIR: corpus.jsonl (labels), queries.jsonl, qrels/{train,dev,test}.tsv.
 
 from __future__ import annotations
 
-from array import array
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,9 +23,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from scipy.sparse import csr_matrix
 
-from unidec.data.formats.files import Layout, Lines, Pairs, Source, rows_of
+from unidec.data.formats.files import MAX_SAMPLES, Layout, Lines, Pairs, Source
 from unidec.data.lookalike import Known, difference, names_like, plain, visible
 from unidec.data.raw import SPLITS, RawData, text_table
+from unidec.data.spool import table_on_disk
 from unidec.data.table_file import columns_missing, no_text, read_rows
 
 # rows and characters in memory as Python objects
@@ -76,24 +78,24 @@ class Table:
         The relevance is in column "relevance" or "score"; without such a column it is 1.
         """
         query, label, *rest = self.columns
-        value_P = np.ones(self.num_rows)
-        for name in ("relevance", "score"):
-            if name in rest:
-                texts = self.columns[name].to_pylist()
-                value_P = np.asarray([_number(text) for text in texts])
+        values = source.numbers(np.float64)
+        (name,) = {"relevance", "score"}.intersection(rest) or {query}
+        for block in self.columns[name].chunks:
+            is_given = name != query
+            values.extend(map(_number, block.to_pylist()) if is_given else [1.0] * len(block))
         return Pairs(
             source=source,
             at=self.at,
             query_P=self._rows(source, "query", query, queries["uid"]),
             label_P=self._rows(source, "label", label, labels["uid"]),
-            value_P=value_P,
+            value_P=values.array(),
             by_uid=True,
         )
 
     def _rows(self, source: Source, what: str, column: str, known: pa.ChunkedArray) -> np.ndarray:
         """Row of each uid of a column in `known`; -1 for an unknown uid, which is recorded."""
         uids = self.columns[column]
-        row_P = rows_of(uids, known)
+        row_P = source.rows_of(uids, known)
         unknown = np.flatnonzero(row_P < 0)
         if len(unknown):
             by_row = dict(zip(unknown.tolist(), uids.take(unknown).to_pylist(), strict=True))
@@ -153,20 +155,21 @@ def _read_beir(source: Source) -> RawData:
     source.labels_at = corpus.at
     label_texts = corpus.texts(source, "label", columns)
     query_texts = queries.texts(source, "query", columns)
-    split_N = np.full(queries.num_rows, "", dtype=object)
+    split_N = np.full(queries.num_rows, -1, dtype=np.int8)
     relevance = csr_matrix((queries.num_rows, corpus.num_rows), dtype=np.float32)
-    for split, file in QRELS.items():
+    for number, split in enumerate(SPLITS):
+        file = QRELS[split]
         path = source.need(file) if split == "train" else source.find(file)
         if path is None:
             continue
         table = read_table(source, path, ("query-id", "corpus-id", "score"))
         pairs = table.pairs(source, query_texts, label_texts)
         rows = np.unique(pairs.query_P[pairs.query_P >= 0])
-        leaked = rows[~np.isin(split_N[rows], ("", split))]
-        source.note_rows(
-            f"query of another split again in {split} (leak)", queries.at, leaked, "{}", split_N
-        )
-        split_N[rows] = split
+        leaked = rows[~np.isin(split_N[rows], (-1, number))]
+        kind = f"query of another split again in {split} (leak)"
+        others = {row: SPLITS[split_N[row]] for row in leaked[:MAX_SAMPLES].tolist()}
+        source.note_rows(kind, queries.at, leaked, "{}", others)
+        split_N[rows] = number
         relevance += pairs.matrix(relevance.shape, zero_is_no_pair=True)
     raw = _unsplit(source, query_texts, label_texts, relevance)
     return _by_split(source, queries.at, raw, split_N)
@@ -188,12 +191,16 @@ def _by_split(
     """
     file, lines = queries_at
     rows_by_split: dict[str, np.ndarray] = {}
-    for split in SPLITS:
-        rows = np.flatnonzero(split_N == split)
+    for number, split in enumerate(SPLITS):
+        rows = np.flatnonzero(split_N == number)
         if rows.size or split == "train":
             rows_by_split[split] = rows
-            source.queries_at[split] = (file, lines(rows).__getitem__)
-    return raw.take(rows_by_split)
+            source.queries_at[split] = (file, partial(_lines_of, lines, rows))
+    return raw.take(rows_by_split, source.scratch)
+
+
+def _lines_of(lines: Lines, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+    return lines(rows[places])
 
 
 def read_table(
@@ -250,26 +257,32 @@ def table_of(
     needed, optional = columns
     wanted = [*needed, *optional]
     cells = _Cells(source, name, needed)
-    lines = array("q")
+    lines = source.numbers(np.int64)
     present = set(needed)
     texts: dict[str, list[str]] = {column: [] for column in wanted}
-    blocks = [_block(texts)]
-    size = 0
-    for line, row in rows:
-        look(row, line)
-        for column, block in texts.items():
-            if column in row:
-                present.add(column)
-            block.append(cells.text(row, column, line))
-            size += len(block[-1])
-        lines.append(line)
-        if size > MOST_CHARS or len(lines) % MOST_ROWS == 0:
-            blocks.append(_block(texts))
-            size = 0
-        del row  # the next one is read before this name is set again, and may be large
-    blocks.append(_block(texts))
-    table = pa.concat_tables(blocks)
-    line_N = np.asarray(lines, dtype=np.int64)
+
+    def blocks() -> Iterator[pa.Table]:
+        size = 0
+        num_rows = 0
+        for line, row in rows:
+            look(row, line)
+            for column, block in texts.items():
+                if column in row:
+                    present.add(column)
+                block.append(cells.text(row, column, line))
+                size += len(block[-1])
+            lines.extend([line])
+            num_rows += 1
+            if size > MOST_CHARS or num_rows == MOST_ROWS:
+                yield _block(texts)
+                size = 0
+                num_rows = 0
+            del row  # the next one is read before this name is set again, and may be large
+        yield _block(texts)
+
+    schema = pa.schema([(column, pa.large_string()) for column in wanted])
+    table = table_on_disk(blocks(), schema, source.scratch)
+    line_N = lines.array()
     columns_present = {column: table[column] for column in wanted if column in present}
     return Table((name, line_N.__getitem__), columns_present, table.num_rows)
 
@@ -320,7 +333,7 @@ def _note_unknown(
     """Record pairs with an unknown uid (by row), each with the known uid that it looks like, and
     the difference.
     """
-    lookalikes = Known(known.to_pylist())
+    lookalikes = Known(itertools.chain.from_iterable(block.to_pylist() for block in known.chunks))
     differences = Counter[tuple[str, str]]()
     details: dict[int, str] = {}
     for row, uid in uids.items():
@@ -338,24 +351,24 @@ def _note_unknown(
 
 def check_uids(source: Source, uids: pa.ChunkedArray, at: tuple[str, Lines], what: str) -> None:
     """Record every repeated and every empty uid."""
-    is_bad_N = rows_of(uids, uids) != np.arange(len(uids))
+    is_bad_N = source.rows_of(uids, uids) != np.arange(len(uids))
     is_bad_N |= pc.equal(uids, "").to_numpy(zero_copy_only=False)
     source.note_rows(f"{what} uid empty or given twice", at, np.flatnonzero(is_bad_N), "{}", uids)
 
 
 def _splits(queries: Table, pairs: GivenPairs, query_P: np.ndarray, source: Source) -> np.ndarray:
-    """Split of each query (object [N]): from the queries' column "split", else from the pairs',
-    else "train".
+    """Number of each query's split in SPLITS (int8 [N]): from the queries' column "split", else
+    from the pairs', else 0 ("train"). -1: no such split, which is recorded.
     """
-    split_N = np.full(queries.num_rows, "train", dtype=object)
+    split_N = np.zeros(queries.num_rows, dtype=np.int8)
     if "split" in queries.columns:
-        split_N = _split_names(queries, source)
+        split_N = _split_numbers(queries, source)
         kind = "pair in another split than its query"
     else:
         kind = "query with pairs in two splits (leak)"
     if "split" not in pairs.columns:
         return split_N
-    split_P = _split_names(pairs, source)
+    split_P = _split_numbers(pairs, source)
     known = np.flatnonzero(query_P >= 0)
     if "split" not in queries.columns:
         split_N[query_P[known]] = split_P[known]
@@ -364,14 +377,19 @@ def _splits(queries: Table, pairs: GivenPairs, query_P: np.ndarray, source: Sour
     return split_N
 
 
-def _split_names(table: Table | GivenPairs, source: Source) -> np.ndarray:
+def _split_numbers(table: Table | GivenPairs, source: Source) -> np.ndarray:
     names = pc.utf8_lower(pc.utf8_trim_whitespace(table.columns["split"]))
-    name_N = names.to_numpy(zero_copy_only=False)
-    unknown = np.flatnonzero(~np.isin(name_N, SPLITS))
+    numbers = pc.index_in(names, value_set=pa.array(SPLITS, pa.large_string()))
+    number_N = pc.fill_null(numbers, -1).to_numpy(zero_copy_only=False).astype(np.int8)
+    unknown = np.flatnonzero(number_N < 0)
     source.note_rows(
-        "split that is not train, validation or test", table.at, unknown, "{!r}", name_N
+        "split that is not train, validation or test",
+        table.at,
+        unknown,
+        "{!r}",
+        dict(zip(unknown.tolist(), names.take(unknown).to_pylist(), strict=True)),
     )
-    return name_N
+    return number_N
 
 
 def _number(text: str) -> float:

@@ -6,8 +6,8 @@ content."""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ from unidec.data.formats.files import (
     read_npz,
     read_sparse_text,
 )
-from unidec.data.formats.tables import check_uids, read_table
-from unidec.data.raw import RawData, row_uids, text_table
+from unidec.data.formats.tables import Table, check_uids, read_table
+from unidec.data.raw import TEXT_SCHEMA, RawData, row_uids, text_table
+from unidec.data.spool import BLOCK_ROWS, table_on_disk
 from unidec.errors import DataError
 
 SHORT = {"train": "trn", "test": "tst"}
@@ -109,34 +110,45 @@ def _read_objects(source: Source, path: Path, what: str, first: int) -> Queries:
     `first`.
     """
     report = source.report(path)
-    counts = array("q")
-    labels = array("q")
-    values = array("d")
+    queries = source.numbers(np.int32)
+    rows = itertools.count()
+    labels = source.numbers(np.int64)
+    values = source.numbers(np.float64)
 
     def add_targets(item: dict[str, Any], line: int) -> None:
         error, ind, rel = _targets(item) if what == "query" else ("", [], [])
         if error:
             report(error, line, "")
-        counts.append(len(ind))
+        queries.extend([next(rows)] * len(ind))
         labels.extend(ind)
         values.extend(rel)
 
     table = read_table(source, path, (), ("uid", "title", "content"), add_targets)
-    numbers = row_uids(first, table.num_rows)
-    uids = table.columns.get("uid", numbers)
-    uids = pc.if_else(pc.equal(uids, ""), numbers, uids)
-    texts = text_table(uids, table.columns.get("title"), table.columns.get("content"))
+    texts = table_on_disk(_named_rows(table, first), TEXT_SCHEMA, source.scratch)
     check_uids(source, texts["uid"], table.at, what)
-    query_P = np.repeat(np.arange(table.num_rows, dtype=np.int32), np.asarray(counts))
+    query_P = queries.array()
     file, lines = table.at
     pairs = Pairs(
         source=source,
         at=(file, lambda pair_P: lines(query_P[pair_P])),
         query_P=query_P,
-        label_P=np.asarray(labels),
-        value_P=np.asarray(values),
+        label_P=labels.array(),
+        value_P=values.array(),
     )
     return texts, table.at, pairs
+
+
+def _named_rows(table: Table, first: int) -> Iterator[pa.Table]:
+    """Uids, titles and contents in blocks. The uid of a row without one is its row number plus
+    `first`.
+    """
+    for start in range(0, table.num_rows, BLOCK_ROWS):
+        columns = {name: column.slice(start, BLOCK_ROWS) for name, column in table.columns.items()}
+        count = min(BLOCK_ROWS, table.num_rows - start)
+        uids = row_uids(first + start, count)
+        if "uid" in columns:
+            uids = pc.if_else(pc.equal(columns["uid"], ""), uids, columns["uid"])
+        yield text_table(uids, columns.get("title"), columns.get("content"))
 
 
 def _targets(item: dict[str, Any]) -> tuple[str, list[int], list[float]]:
@@ -172,8 +184,7 @@ def _read_lines(
     """Read files with these possible names; features (X.*.npz) are not read."""
 
     def texts(path: Path, first: int) -> tuple[pa.Table, tuple[str, Lines]]:
-        column = source.texts(path)
-        return text_table(row_uids(first, len(column)), column), (source.name(path), next_line)
+        return source.texts(path, first), (source.name(path), next_line)
 
     def read_split(path: Path, short: str, first: int) -> Queries:
         table, at = texts(path, first)

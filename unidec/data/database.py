@@ -1,0 +1,116 @@
+"""Tables that are joined, sorted and grouped without being held in memory: DuckDB, on all cores.
+
+A database of this module is private to one `with` block. What does not fit its memory is in files
+of a temporary folder. SQL reads tables that were given to it, and no file: names of columns and
+values never become part of a statement."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+
+from unidec.cores import usable_cores
+from unidec.data.spool import BLOCK_ROWS, Numbers
+from unidec.data.storage import storage_error
+from unidec.data.temporary import remove, remove_stale, temporary_path
+
+Database = duckdb.DuckDBPyConnection
+MEMORY_MIB = 256  # for two threads; more threads get as much each
+_NAME = "tables"
+
+
+@contextlib.contextmanager
+def database(folder: Path | None = None, num_bytes: int = 0) -> Iterator[Database]:
+    """An empty database, whose temporary files are in a folder in `folder` (None: in the system's
+    folder for temporary files) until the block ends.
+
+    Args:
+        num_bytes: about how much it needs on disk, for the error message if there is no space.
+
+    Raises:
+        ArtifactError: there is no space for the temporary files.
+    """
+    folder = folder or Path(tempfile.gettempdir())
+    remove_stale(folder, _NAME)
+    spill = temporary_path(folder / _NAME)
+    threads = usable_cores()
+    config: dict[str, Any] = {
+        "threads": threads,
+        "memory_limit": f"{MEMORY_MIB * max(threads, 2) // 2}MiB",
+        "temp_directory": str(spill),
+        "preserve_insertion_order": False,  # rows are numbered
+        "autoinstall_known_extensions": False,
+        "autoload_known_extensions": False,
+    }
+    connection = duckdb.connect(":memory:", config=config)
+    try:
+        for setting in ("enable_external_access = false", "lock_configuration = true"):
+            connection.execute(f"SET {setting}")
+        yield connection
+    except (duckdb.IOException, duckdb.OutOfMemoryException) as error:
+        full = OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({str(error)[:200]})")
+        raise storage_error(spill, full, num_bytes) from error
+    finally:
+        connection.close()
+        remove(spill)
+
+
+def fill(tables: Database, select: str, blocks: Iterable[pa.RecordBatch]) -> None:
+    """Run a statement that reads the rows of `blocks`, one after the other, as a table `given`;
+    there is at least one block.
+    """
+    blocks = iter(blocks)
+    first = next(blocks)
+    reader = pa.RecordBatchReader.from_batches(first.schema, itertools.chain([first], blocks))
+    tables.register("given", reader)
+    try:
+        tables.execute(select)
+    finally:
+        tables.unregister("given")
+
+
+def one_row(tables: Database, select: str) -> tuple[Any, ...]:
+    """The only row of a statement's result."""
+    (row,) = tables.execute(select).fetchall()
+    return tuple(row)
+
+
+def ordered(tables: Database, select: str) -> Iterator[pa.RecordBatch]:
+    """The rows of a statement's result, in blocks."""
+    yield from tables.sql(select).to_arrow_reader(BLOCK_ROWS)
+
+
+def first_rows(
+    texts: Iterable[pa.Array], known: Iterable[pa.Array], folder: Path | None = None
+) -> np.ndarray:
+    """For each text the first row of the same text in `known`, int64; -1 if there is none."""
+    numbers = Numbers(np.int64, folder)
+    with database(folder) as tables:
+        first = "CREATE TABLE known AS SELECT text, min(row) AS first FROM given GROUP BY text"
+        fill(tables, first, _numbered(known))
+        found = "CREATE TABLE found AS SELECT row, first FROM given LEFT JOIN known USING (text)"
+        fill(tables, found, _numbered(texts))
+        select = "SELECT coalesce(first, -1) AS first FROM found ORDER BY row"
+        for block in ordered(tables, select):
+            numbers.add(block["first"])
+    return numbers.array()
+
+
+def _numbered(texts: Iterable[pa.Array]) -> Iterator[pa.RecordBatch]:
+    """Texts as bytes, with their rows."""
+    row = 0
+    for block in itertools.chain(texts, [pa.array([], pa.large_string())]):
+        rows = np.arange(row, row + len(block))
+        given = {"row": rows, "text": block.cast(pa.large_binary())}
+        yield pa.RecordBatch.from_pydict(given)
+        row += len(block)

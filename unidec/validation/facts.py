@@ -1,0 +1,206 @@
+"""The facts that are checked: a row per query, label and pair of a data set, in a database, about
+the texts as the model reads them.
+
+Shape suffixes: B rows of a block, P pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from scipy.sparse import csr_matrix
+
+from unidec.data.array_file import row_blocks
+from unidec.data.database import Database, fill, one_row
+from unidec.data.dataset import BATCH_ROWS, Text, XMCDataset, texts_read
+from unidec.data.profile import trimmed
+from unidec.data.raw import are_blank
+from unidec.data.tokens import Tokens, as_bytes, encode_texts, load_tokenizer
+
+TOKENISED_QUERIES = 20_000  # number of evenly spaced queries whose tokens are checked
+# bytes on disk of a text with its uid, and of a pair, while facts about them are computed
+TEXT_BYTES = 160
+PAIR_BYTES = 64
+
+TOKENS = """
+CREATE OR REPLACE TABLE tokens (row BIGINT, unknown_tokens DOUBLE, token_hash UBIGINT, is_cut BOOL)
+"""
+PAIRS = """
+CREATE TABLE pairs AS
+SELECT given.*, filters.query IS NOT NULL AS filtered
+FROM given LEFT JOIN filters USING (query, label)
+"""
+QUERIES = """
+CREATE TABLE queries AS
+WITH read AS (SELECT * EXCLUDE text, hash(text) AS text_hash FROM given),
+trained AS (SELECT DISTINCT text_hash, true AS is_trained FROM read WHERE split = 0)
+SELECT * EXCLUDE (is_trained, text_hash, token_hash, is_cut),
+  CASE WHEN text_length > 0 THEN count(*) OVER (PARTITION BY text_hash) ELSE 1 END
+    AS queries_with_this_text,
+  CASE WHEN split = 2 AND text_length > 0 THEN (is_trained IS NOT NULL)::INT END AS text_in_train
+FROM read LEFT JOIN trained USING (text_hash) LEFT JOIN tokens USING (row)
+"""
+LABELS = """
+CREATE TABLE labels AS
+WITH read AS (SELECT * EXCLUDE text, hash(text) AS text_hash FROM given),
+trained AS (
+  SELECT label AS row, count(*) AS num_train_queries
+  FROM pairs JOIN queries ON query = queries.row
+  WHERE split = 0 AND relevance > 0 GROUP BY label
+),
+counted AS (
+  SELECT *, CASE WHEN text_length > 0 THEN count(*) OVER (PARTITION BY text_hash) ELSE 1 END
+    AS labels_with_this_text,
+  CASE WHEN text_length > 0 THEN count(token_hash) OVER (PARTITION BY token_hash) ELSE 1 END
+    AS with_tokens
+  FROM read LEFT JOIN tokens USING (row)
+)
+SELECT * EXCLUDE (text_hash, token_hash, with_tokens, num_train_queries),
+  coalesce(num_train_queries, 0) AS num_train_queries,
+  greatest(with_tokens - labels_with_this_text, 0) AS labels_with_these_tokens
+FROM counted LEFT JOIN trained USING (row)
+"""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the model reads texts.
+
+    Attributes:
+        text: `tokens.text`.
+        tokenizer: folder with tokenizer.json; None: tokens are not checked.
+        max_length: maximum number of tokens per text, special tokens included.
+        encoder: name of the encoder, for messages.
+    """
+
+    text: Text = "title"
+    tokenizer: Path | None = None
+    max_length: int = 32
+    encoder: str = ""
+
+
+TITLES = Reading()
+
+
+def collect_facts(tables: Database, dataset: XMCDataset, reading: Reading) -> None:
+    """Write the facts into three tables of a database; what is not known is NULL.
+
+    queries: row, uid, split (0 train, 1 validation, 2 test), text_length, num_positives,
+    is_untitled (the content is read in place of a blank title), queries_with_this_text,
+    text_in_train (of test queries with a text), and unknown_tokens (share of the text's tokens, of
+    at most `TOKENISED_QUERIES` queries, with a tokenizer).
+
+    labels: row, uid, text_length, is_untitled, labels_with_this_text, num_train_queries, and with a
+    tokenizer unknown_tokens, labels_with_these_tokens (other labels with another text but the same
+    tokens) and is_cut (the text has more tokens than are read).
+
+    pairs: query, label, relevance, filtered (the pair is also a filter pair).
+    """
+    filters = "CREATE TABLE filters AS SELECT DISTINCT query, label FROM given"
+    fill(tables, filters, _pairs(dataset.filter_pairs))
+    fill(tables, PAIRS, _pairs(dataset.relevance))
+    for which, statement in (("queries", QUERIES), ("labels", LABELS)):
+        tables.execute(TOKENS)
+        if reading.tokenizer is not None:
+            known = "INSERT INTO tokens SELECT row, unknown, hash(tokens), is_cut FROM given"
+            fill(tables, known, _tokens(dataset, which, reading))
+        fill(tables, statement, _texts(dataset, which, reading.text))
+
+
+def space_needed(dataset: XMCDataset) -> int:
+    """About how many bytes of disk the facts need."""
+    num_texts = dataset.num_queries + dataset.num_labels
+    return TEXT_BYTES * num_texts + PAIR_BYTES * dataset.relevance.nnz
+
+
+def _texts(dataset: XMCDataset, which: str, text: Text) -> Iterator[pa.RecordBatch]:
+    """Facts about single texts, in blocks of rows."""
+    table = getattr(dataset, which)
+    for start in range(0, max(table.num_rows, 1), BATCH_ROWS):
+        block = table.slice(start, BATCH_ROWS)
+        end = start + block.num_rows
+        text_B, length_B = trimmed(texts_read(block, text))
+        columns = {
+            "row": np.arange(start, end),
+            "uid": block["uid"],
+            "text": text_B,
+            "text_length": length_B,
+            "is_untitled": are_blank(block["title"]).to_numpy() & (length_B > 0),
+        }
+        if which == "queries":
+            columns["split"] = np.asarray(dataset.split_N[start:end])
+            columns["num_positives"] = np.diff(dataset.relevance.indptr[start : end + 1])
+        columns = {name: pa.concat_arrays(_chunks(values)) for name, values in columns.items()}
+        yield pa.RecordBatch.from_pydict(columns)
+
+
+def _chunks(values: Any) -> list[pa.Array]:
+    """Arrow arrays of a column, at least one."""
+    if isinstance(values, pa.ChunkedArray):
+        return values.chunks or [pa.array([], values.type)]
+    return [pa.array(values)]
+
+
+def _tokens(dataset: XMCDataset, which: str, reading: Reading) -> Iterator[pa.RecordBatch]:
+    """Facts about the tokens of texts, in blocks: of all labels, and of evenly spaced queries."""
+    assert reading.tokenizer is not None
+    labels = which == "labels"
+    num_rows = dataset.num_labels if labels else dataset.num_queries
+    texts_of = dataset.label_texts if labels else dataset.query_texts
+    most = num_rows if labels else min(num_rows, TOKENISED_QUERIES)
+    for start in range(0, max(most, 1), BATCH_ROWS):
+        place_B = np.arange(start, min(start + BATCH_ROWS, most))
+        rows_B = place_B * (num_rows - 1) // max(most - 1, 1)
+        texts = texts_of(rows_B, reading.text)
+        tokens = encode_texts(texts, reading.tokenizer, reading.max_length)
+        columns = {
+            "row": rows_B,
+            "unknown": unknown_shares(tokens, reading),
+            "tokens": as_bytes(tokens, tokens.ids.dtype, 0),
+            "is_cut": tokens.lengths() >= reading.max_length,
+        }
+        yield pa.RecordBatch.from_pydict(columns)
+
+
+def _pairs(matrix: csr_matrix) -> Iterator[pa.RecordBatch]:
+    for start, end in row_blocks(matrix.indptr):
+        pairs = matrix[start:end].tocoo()
+        query_P = pairs.row.astype(np.int64) + start
+        columns = {"query": query_P, "label": pairs.col, "relevance": pairs.data}
+        yield pa.RecordBatch.from_pydict(columns)
+
+
+COUNTED = (
+    ("queries", "queries with the text of another query", "queries_with_this_text > 1"),
+    ("queries", "test queries with the text of a training query", "text_in_train = 1"),
+    ("labels", "labels with the text of another label", "labels_with_this_text > 1"),
+    ("queries", "queries without a title, whose content is read instead", "is_untitled"),
+    ("labels", "labels without a title, whose content is read instead", "is_untitled"),
+)
+
+
+def text_counts(tables: Database, reading: Reading) -> dict[str, int]:
+    """Numbers of duplicate texts, and of rows whose content is read because they have no title."""
+    counted = COUNTED if reading.text == "title" else COUNTED[:3]
+    select = "SELECT count(*) FROM {} WHERE {}"
+    return {
+        what: one_row(tables, select.format(table, condition))[0]
+        for table, what, condition in counted
+    }
+
+
+def unknown_shares(tokens: Tokens, reading: Reading) -> np.ndarray:
+    """Share of each text's tokens that the tokenizer does not know, without special tokens: float64
+    [N].
+    """
+    assert reading.tokenizer is not None
+    tokenizer = load_tokenizer(reading.tokenizer, reading.max_length)
+    text_of_token = np.repeat(np.arange(len(tokens)), tokens.lengths())
+    of_unknown = text_of_token[tokens.ids == tokenizer.unknown_id]
+    unknown_N = np.bincount(of_unknown, minlength=len(tokens))
+    return unknown_N / np.maximum(tokens.lengths() - tokenizer.num_specials, 1)
