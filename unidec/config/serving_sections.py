@@ -53,6 +53,11 @@ class Index(Section):
         "out are chosen",
     )
     space: Literal["both", "de", "clf"] = key("both", "which head's vectors are searched")
+    width: CountOrZero = key(
+        0,
+        "first dimensions of each head's vectors that are served, one of loss.widths; 0: all; the "
+        "bundle then has a smaller model",
+    )
     clf_weight: Positive | Literal["auto"] = key(
         1.0, "weight of the classifier's score; auto: tuned on validation"
     )

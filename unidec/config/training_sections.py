@@ -67,6 +67,11 @@ class Encoder(Section):
     pooling: Pooling = key(
         "auto", "pooling of the transformer's token vectors; auto: what its folder says, else mean"
     )
+    width: CountOrZero = key(
+        0,
+        "first dimensions of the transformer's vector that are used (Matryoshka); 0: what its "
+        "folder says, else all",
+    )
     query_prompt: Prompt = key(
         "auto",
         "read by the transformer before each query; auto: what its folder says; empty: nothing",
@@ -124,13 +129,16 @@ class Encoder(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         is_plain = self.trainable_layers == 0 and self.pooling in ("auto", "mean")
+        is_plain &= self.width == 0
         is_plain &= {self.query_prompt, self.label_prompt} <= {"auto", ""}
         if not (self.has_transformer or is_plain):
             yield Conflict(
-                "encoder.trainable_layers encoder.pooling encoder.query_prompt "
+                "encoder.trainable_layers encoder.pooling encoder.width encoder.query_prompt "
                 "encoder.label_prompt encoder.kind",
-                "there is no transformer: trainable layers, pooling and prompts have no effect",
-                "encoder.kind: both, or encoder.trainable_layers: 0, and pooling and prompts: auto",
+                "there is no transformer: trainable layers, pooling, width and prompts have no "
+                "effect",
+                "encoder.kind: both, or encoder.trainable_layers: 0, encoder.width: 0, and pooling "
+                "and prompts: auto",
             )
         if self.kind != "both" and self.transformer_tokens:
             yield Conflict(
@@ -367,6 +375,11 @@ class Loss(Section):
         "0: the positives of loss.reduction",
     )
     topk: Count = key(5, "k of the soft top-k loss")
+    widths: list[Count] = key(
+        [],
+        "first dimensions of the heads that train as vectors of their own too (Matryoshka), as in "
+        "[64, 128, 256], so that index.width can be one of them",
+    )
     weights: Literal["none", "propensity"] = key(
         "none", "weights of positives: 1, or their inverse propensity"
     )
@@ -379,6 +392,14 @@ class Loss(Section):
     synonyms: BelowOne = key(
         0.0, "share of a query's tokens that a step replaces by similar ones (synonym replacement)"
     )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if sorted(set(self.widths)) != self.widths:
+            yield Conflict(
+                "loss.widths",
+                "the widths of the heads must be in ascending order, each once",
+                f"loss.widths: {sorted(set(self.widths))}",
+            )
 
 
 class Teacher(Section):
