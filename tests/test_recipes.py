@@ -96,6 +96,15 @@ SPEC = {
         "teacher.weight": 1.0,
         "teacher.bundle": "",
     },
+    "unidec-matryoshka": {
+        "model.heads": "both",
+        "loss.reduction": "psl",
+        "loss.de": "ds",
+        "loss.clf": "ds",
+        "loss.widths": [64, 128, 256],
+        "model.dim": 512,
+        "index.width": 0,
+    },
     "unidec-v2": UNIDEC
     | {"loss.de": "ds", "loss.clf": "ds", "loss.clf_bce": 0.0, "pool.size": 3000},
     "unidec-v2-bce": UNIDEC

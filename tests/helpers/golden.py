@@ -58,6 +58,7 @@ def small(recipe: str, transformer: Path, folder: Path, **overrides: Any) -> Par
             "encoder.trainable_layers": min(of_recipe.encoder.trainable_layers, 1),
             "encoder.bag_head": min(of_recipe.encoder.bag_head, 4),
             "encoder.transformer_tokens": min(of_recipe.encoder.transformer_tokens, 8),
+            "loss.widths": [4, 8] if of_recipe.loss.widths else [],
             "pool.batch_size": 12,
             "pool.batch_fit": "most",
             "pool.size": min(of_recipe.pool.size, 30),

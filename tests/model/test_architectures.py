@@ -15,6 +15,7 @@ from helpers.packed_attention import one_by_one
 from helpers.tiny_architectures import ARCHITECTURES, LABEL, LENGTH, QUERY, TEXTS
 
 from unidec.config import Encoder, Model
+from unidec.errors import ConfigError
 from unidec.model import packed
 from unidec.model.encoder_folder import read_encoder_folder
 from unidec.model.encoder_inputs import InputBuilder
@@ -34,7 +35,7 @@ def new_model(folder: Path, **encoder) -> UniDEC:
         **{"name": str(folder), "kind": "transformer", "trainable_layers": -1} | encoder
     )
     found = read_encoder_folder(folder)
-    dim = found.dense[-1].out_features if found.dense else 32
+    dim = settings.width or (found.dense[-1].out_features if found.dense else 32)
     options = Model(heads="de", projection=False, dim=dim, dropout=0.0)
     params = {"tokens": {"max_length": LENGTH}}
     return UniDEC.create(settings, options, 5, folder, 0, params).eval()
@@ -44,11 +45,14 @@ def vectors(model: UniDEC, texts: list[str], side: str) -> np.ndarray:
     return model.vectors(side, model.tokens(texts, side))[0]
 
 
-def theirs(folder: Path, texts: list[str], prompt: str) -> np.ndarray:
+def theirs(folder: Path, texts: list[str], prompt: str, width: int | None = None) -> np.ndarray:
+    """At a width, which leaves vectors of any length, of unit length."""
     from sentence_transformers import SentenceTransformer
 
-    model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
-    return model.encode(texts, prompt=prompt)
+    model = SentenceTransformer(
+        str(folder), device="cpu", local_files_only=True, truncate_dim=width
+    )
+    return model.encode(texts, prompt=prompt, normalize_embeddings=width is not None)
 
 
 @needs_sentence_transformers
@@ -61,6 +65,25 @@ def test_vectors_are_those_of_sentence_transformers(tiny_encoder, name) -> None:
         np.testing.assert_allclose(vectors(model, TEXTS, side), expected, rtol=0, atol=1e-5)
     assert np.abs(expected[0] - expected[1]).max() > 0.01
     assert np.abs(vectors(model, TEXTS, "queries") - vectors(model, TEXTS, "labels")).max() > 0.01
+
+
+@needs_sentence_transformers
+@pytest.mark.parametrize("width", [1, 8, 24])
+@pytest.mark.parametrize("name", ["bert", "qwen3", "t5"])  # t5 has 24 dimensions
+def test_vectors_of_a_smaller_width(tiny_encoder, name, width) -> None:
+    folder = tiny_encoder(name)
+    model = new_model(folder, width=width)
+    for side, prompt in (("queries", QUERY), ("labels", LABEL)):
+        expected = theirs(folder, TEXTS, prompt, width)
+        assert expected.shape == (len(TEXTS), width)
+        np.testing.assert_allclose(vectors(model, TEXTS, side), expected, rtol=0, atol=1e-5)
+
+
+def test_a_larger_width_is_refused(tiny_encoder) -> None:
+    with pytest.raises(ConfigError, match="fewer dimensions") as caught:
+        new_model(tiny_encoder("t5"), width=25)
+    assert caught.value.where == "encoder.width"
+    assert "24" in caught.value.fix
 
 
 @needs_sentence_transformers

@@ -57,6 +57,19 @@ def test_poolings_of_all_versions(folder, config, pooling) -> None:
     assert read_encoder_folder(folder).pooling == pooling
 
 
+def test_width_of_either_file(folder) -> None:
+    """That of sentence-transformers' file counts more; null is none."""
+    rewrite(folder / "config.json", lambda config: config | {"truncate_dim": 16})
+    assert read_encoder_folder(folder).width == 16
+    rewrite(folder / "config_sentence_transformers.json", lambda c: c | {"truncate_dim": 8})
+    assert read_encoder_folder(folder).width == 8
+    assert resolved(Encoder(kind="transformer"), folder).width == 8
+    assert resolved(Encoder(kind="transformer", width=24), folder).width == 24
+    for file in ("config.json", "config_sentence_transformers.json"):
+        rewrite(folder / file, lambda c: c | {"truncate_dim": None})
+    assert read_encoder_folder(folder).width == 0
+
+
 @pytest.mark.parametrize("name", ["document", "passage", "corpus"])
 def test_prompts_of_labels(folder, name) -> None:
     prompts = {"prompts": {name: "a: ", "classification": "b: "}}
@@ -121,6 +134,8 @@ REFUSED = {
         "damaged",
     ),
     "width": ("2_Dense/config.json", lambda c: c | {"out_features": 1 << 40}, "damaged"),
+    "negative width": ("config.json", lambda c: c | {"truncate_dim": -8}, "damaged"),
+    "no number": ("config.json", lambda c: c | {"truncate_dim": "many"}, "damaged"),
     "not modules": ("modules.json", lambda _: {"a": 1}, "damaged"),
     "not prompts": ("config_sentence_transformers.json", lambda _: [1], "damaged"),
     "capitals": ("sentence_bert_config.json", lambda c: c | {"do_lower_case": True}, "capitals"),

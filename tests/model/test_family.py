@@ -215,6 +215,20 @@ def taught(c):
     return unidec_cpu(c) + torch.stack(divergences).sum() / len(c.batch.pool.rows_B) / 2
 
 
+def matryoshka(c):
+    """The sum over widths m of UniDEC's loss on the first m entries of each head's vectors, those of
+    the bi-encoder of unit length (Matryoshka, equation 1).
+    """
+    losses = [unidec_cpu(c)]
+    for m in (4, 8):
+        query, label = (F.normalize(x[:, :m], dim=1) for x in c.de_heads)
+        x, psi = c.clf_heads
+        c.de = query @ label.T
+        c.clf = x[:, :m] @ psi[:, :m].T
+        losses.append(unidec_cpu(c))
+    return sum(losses)
+
+
 def siamesexml(c):
     """Triplet with the hardest negative, every positive, both ways, on both heads."""
     triplets = [
@@ -243,6 +257,7 @@ FORMULAS = {
     "unidec": unidec_cpu,
     "unidec-long": unidec_cpu,
     "unidec-taught": taught,
+    "unidec-matryoshka": matryoshka,
     "unidec-v2": unidec_v2,
     "unidec-v2-bce": unidec_v2_bce,
     "unidec-gpu": lambda c: unidec_cpu(c, 0.02),
@@ -381,6 +396,7 @@ class Case:
                 pool = self.batch.pool.pool_S
                 added = [rows[int(model.label_cluster[label])] for label in pool]
                 vectors = vectors + torch.stack([torch.zeros_like(rows[0])] * self.own + added)
+            self.de_heads = (vectors[: self.own], vectors[self.own :])
             vectors = F.normalize(vectors, dim=1)
             self.de = vectors[: self.own] @ vectors[self.own :].T
         if model.table is not None:
@@ -398,7 +414,8 @@ class Case:
                     text = text * gates[:half]
                     free = rows * gates[half:]
                 psi = text + free + related
-            self.clf = linear(model.head_clf[0], x[: self.own]) @ psi.T
+            self.clf_heads = (linear(model.head_clf[0], x[: self.own]), psi)
+            self.clf = self.clf_heads[0] @ psi.T
             if model.bias is not None:
                 self.clf = (
                     self.clf

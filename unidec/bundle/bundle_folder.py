@@ -97,7 +97,8 @@ def write_bundle(
     """Write a bundle, deterministically; an existing folder is replaced once all files are written.
 
     Args:
-        model_path: a trained model's folder; checked, and copied without its training records.
+        model_path: a trained model's folder; checked, and copied without its training records, with
+            heads as wide as the labels' vectors.
         index: index over the labels' vectors in the space of `scoring`.
         neighbours: training queries that vote, as described by `scoring.knn`.
 
@@ -137,7 +138,11 @@ def write_bundle(
     _check_parts(info, table, neighbours)
     with write_folder(path, KIND, VERSION, num_bytes=size) as out:
         hashes = write_model(
-            Path(model_path), out.path / "model", index.num_labels, typical_texts(*texts)
+            Path(model_path),
+            out.path / "model",
+            num_labels=index.num_labels,
+            dim=info.dim,
+            texts=typical_texts(*texts),
         )
         out.hashes.update({f"model/{name}": digest for name, digest in hashes.items()})
         (out.path / "vectors").mkdir()

@@ -107,6 +107,7 @@ class Params(Section):
             if isinstance(section := getattr(self, name), Section):
                 yield from section.conflicts()
         yield from self._heads()
+        yield from self._widths()
         if self.model.heads != "de":
             yield from self._classifier()
         yield from self._losses()
@@ -193,6 +194,32 @@ class Params(Section):
                 "data.validation_share index.clf_weight index.knn_weight",
                 "there is no validation split to tune a weight on",
                 "data.validation_share above 0, or a number as the weight",
+            )
+
+    def _widths(self) -> Iterator[Conflict]:
+        """Conflicts of the widths at which the heads train, and of the one that is served."""
+        dim = self.model.dim
+        widths = self.loss.widths
+        served = self.index.width
+        if max(widths, default=0) >= dim:
+            yield Conflict(
+                "loss.widths model.dim",
+                "the heads have fewer dimensions; all of them train in any case",
+                f"loss.widths below model.dim, which is {dim}",
+            )
+        if served not in (0, dim, *widths):
+            yield Conflict(
+                "index.width loss.widths model.dim",
+                "the heads do not train at the width that is served",
+                f"index.width: 0 (all) or one of {[*widths, dim]}, or add it to loss.widths",
+            )
+        is_transformer = self.encoder.kind == "transformer" and not self.encoder.residual
+        if served not in (0, dim) and not (self.model.projection or is_transformer):
+            yield Conflict(
+                "index.width model.projection encoder.kind encoder.residual",
+                "without a projection the heads are the encoder's vector, of which only a "
+                "transformer's can be cut",
+                "model.projection: true, or index.width: 0",
             )
 
     def _classifier(self) -> Iterator[Conflict]:

@@ -51,6 +51,10 @@ class Index(Section):
     """
     space: Literal["both", "de", "clf"] = "both"
     """which head's vectors are searched"""
+    width: CountOrZero = 0
+    """first dimensions of each head's vectors that are served, one of loss.widths; 0: all; the
+    bundle then has a smaller model
+    """
     clf_weight: Positive | Literal["auto"] = 1.0
     """weight of the classifier's score; auto: tuned on validation"""
     clf_normalize: bool = True

@@ -57,6 +57,10 @@ class Encoder(Section):
     """encoder: a transformer, a bag of tokens, both concatenated, or InceptionXML's convolutions"""
     pooling: Pooling = "auto"
     """pooling of the transformer's token vectors; auto: what its folder says, else mean"""
+    width: CountOrZero = 0
+    """first dimensions of the transformer's vector that are used (Matryoshka); 0: what its folder
+    says, else all
+    """
     query_prompt: Annotated[Prompt, Decides("tokens", "training")] = "auto"
     """read by the transformer before each query; auto: what its folder says; empty: nothing"""
     label_prompt: Annotated[Prompt, Decides("tokens", "training")] = "auto"
@@ -98,13 +102,16 @@ class Encoder(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         is_plain = self.trainable_layers == 0 and self.pooling in ("auto", "mean")
+        is_plain &= self.width == 0
         is_plain &= {self.query_prompt, self.label_prompt} <= {"auto", ""}
         if not (self.has_transformer or is_plain):
             yield Conflict(
-                "encoder.trainable_layers encoder.pooling encoder.query_prompt "
+                "encoder.trainable_layers encoder.pooling encoder.width encoder.query_prompt "
                 "encoder.label_prompt encoder.kind",
-                "there is no transformer: trainable layers, pooling and prompts have no effect",
-                "encoder.kind: both, or encoder.trainable_layers: 0, and pooling and prompts: auto",
+                "there is no transformer: trainable layers, pooling, width and prompts have no "
+                "effect",
+                "encoder.kind: both, or encoder.trainable_layers: 0, encoder.width: 0, and pooling "
+                "and prompts: auto",
             )
         if self.kind != "both" and self.transformer_tokens:
             yield Conflict(
@@ -311,6 +318,10 @@ class Loss(Section):
     """
     topk: Count = 5
     """k of the soft top-k loss"""
+    widths: list[Count] = []
+    """first dimensions of the heads that train as vectors of their own too (Matryoshka), as in [64,
+    128, 256], so that index.width can be one of them
+    """
     weights: Literal["none", "propensity"] = "none"
     """weights of positives: 1, or their inverse propensity"""
     mixup: Literal["none", "queries", "labels"] = "none"
@@ -319,6 +330,14 @@ class Loss(Section):
     """alpha of the Beta distribution of mixing weights; small values mix little"""
     synonyms: BelowOne = 0.0
     """share of a query's tokens that a step replaces by similar ones (synonym replacement)"""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if sorted(set(self.widths)) != self.widths:
+            yield Conflict(
+                "loss.widths",
+                "the widths of the heads must be in ascending order, each once",
+                f"loss.widths: {sorted(set(self.widths))}",
+            )
 
 
 class Teacher(Section):

@@ -49,6 +49,8 @@ class ReportInput:
         history, rounds: lines of history.jsonl and rounds.jsonl.
         index: facts about the index, such as {"recall@10": 99.8}.
         fusion: "by_tail": metrics by the "tail" weight.
+        widths: metrics of the heads on the validation split by the "width" of their vectors.
+        served_width: the one that the bundle has; 0: it is not known.
         calibration: {"probability": [any shape], "correct": [same shape]} of predictions.
         gains, losses: examples {"query", "truth": [title], "predictions": [{"label", "title",
             "score", "correct"}], "missed": [title], "gain": nDCG@5 of the query minus that of
@@ -69,6 +71,8 @@ class ReportInput:
     rounds: Records = ()
     index: Mapping[str, Any] = field(default_factory=dict)
     fusion: Mapping[str, Any] = field(default_factory=dict)
+    widths: Records = ()
+    served_width: int = 0
     calibration: Mapping[str, Any] = field(default_factory=dict)
     gains: Records = ()
     losses: Records = ()
@@ -88,6 +92,7 @@ def render(report: ReportInput) -> str:
     compared = {**systems, **report.baselines}
     kinds = ["" if name in systems else "reference" for name in compared]
     group_charts, groups = _groups(systems)
+    by_width = _lines(report.widths, "width", shown("traded"), dots=True)
     traded = _lines(report.fusion.get("by_tail", ()), "tail", shown("traded"), dots=True)
     return page.render(
         "report",
@@ -103,6 +108,13 @@ def render(report: ReportInput) -> str:
         cost_chart=_cost_chart(report.rounds),
         cost_totals=_cost_totals(report.rounds),
         **_calibration(report.calibration),
+        width_chart=line_chart(
+            "Both heads by their width",
+            by_width,
+            "first dimensions of each head",
+            "percent, validation split",
+            x_from_zero=True,
+        ),
         tail_chart=line_chart(
             "Frequent against rare labels",
             traded,

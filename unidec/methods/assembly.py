@@ -26,6 +26,7 @@ from unidec.methods.gates import new_gates
 from unidec.methods.graph_rows import GraphTexts
 from unidec.methods.inception import token_layers
 from unidec.methods.label_clusters import LABEL_CLUSTER, cluster_of_label, over_clusters
+from unidec.methods.matryoshka import views
 from unidec.methods.mixup import MixUp
 from unidec.methods.query_rows import QueryTexts
 from unidec.methods.residual_rows import RELATED_GATE, RelatedTexts, ResidualRows, new_related_gate
@@ -158,6 +159,7 @@ def chosen_methods(
         export=partial(export_of, settings.model, rows),
         shortlister=tree if settings.pool.shortlist else None,
         texts=_synonyms(settings.loss.synonyms, model, tokens),
+        views=views(settings.loss.widths),
     )
     return methods, pairs
 

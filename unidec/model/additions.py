@@ -34,6 +34,8 @@ Part = nn.Module | nn.Parameter | Tensor
 TextInput = Callable[[str, np.ndarray], Tensor]
 # scores [B, S] and targets -> the classifier's loss, 0-d
 HeadLoss = Callable[[Tensor, PoolTargets], Tensor]
+# vectors [N, D] of a head -> other vectors of the same texts or rows
+View = Callable[[Tensor], Tensor]
 Classifier = tuple[np.ndarray | None, np.ndarray | None]
 Shortlist = tuple[np.ndarray, dict[str, float]]  # labels by data set row, int32 [N, H], and figures
 NO_ROWS = np.empty(0, dtype=np.int64)
@@ -210,6 +212,8 @@ class Methods:
         export: returns how the model is exported.
         shortlister: None: hard negatives are the nearest labels.
         texts: changes the queries' texts.
+        views: on each of them a head has its loss once more, added to that on its whole vectors;
+            vectors that the loss compares at unit length are scaled to it again.
     """
 
     rows: Rows
@@ -220,6 +224,7 @@ class Methods:
     export: Callable[[], Exported] = Exported
     shortlister: Shortlister | None = None
     texts: TextChange | None = None
+    views: Sequence[View] = ()
 
     def draw(self, drawn: Drawn) -> tuple[dict[str, Any], np.ndarray]:
         """By name what methods need for a batch; rows of further queries to encode, int64 [M]."""

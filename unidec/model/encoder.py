@@ -100,6 +100,12 @@ class Dense(nn.Module):
 class TransformerEncoder(nn.Module):
     """A transformer, its pooling, and the layers behind it; its top `trainable_layers` layers train
     and all behind the pooling (-1: everything; 0: nothing).
+
+    Args:
+        width: first dimensions of the vector that are kept (Matryoshka); 0: all.
+
+    Raises:
+        ConfigError: it has fewer layers or dimensions.
     """
 
     def __init__(
@@ -108,6 +114,7 @@ class TransformerEncoder(nn.Module):
         pooling: str,
         trainable_layers: int,
         dense: Sequence[Dense] = (),
+        width: int = 0,
     ):
         super().__init__()
         config: Any = transformer.config
@@ -115,7 +122,16 @@ class TransformerEncoder(nn.Module):
         self.pooling = pooling
         self.behind = tuple(dense)
         self.dense = nn.Sequential(*dense)
-        self.width = dense[-1].about.out_features if dense else int(config.hidden_size)
+        self.full_width = dense[-1].about.out_features if dense else int(config.hidden_size)
+        if width > self.full_width:
+            raise ConfigError(
+                "the transformer's vector has fewer dimensions",
+                where="encoder.width",
+                got=width,
+                expected=f"at most {self.full_width}",
+                fix=f"encoder.width: {self.full_width}, or a smaller one",
+            )
+        self.width = width or self.full_width
         self.num_frozen_layers = 0
         self.trained = [transformer] if trainable_layers == -1 else []
         if trainable_layers >= 0:
@@ -150,7 +166,8 @@ class TransformerEncoder(nn.Module):
     def forward(self, texts: Padded | Packed) -> Tensor:
         """Pooled vectors of texts, float32 [B, D]."""
         hidden = self.transformer(**texts.inputs(self.transformer.config)).last_hidden_state
-        return self.dense(texts.pool(hidden, self.pooling)).float()
+        vector_BD = self.dense(texts.pool(hidden, self.pooling))
+        return vector_BD[:, : self.width].float()
 
 
 class TokenLayers(nn.Module):
@@ -310,7 +327,7 @@ class TextEncoder(nn.Module):
         if settings.has_transformer:
             assert transformer is not None
             self.transformer = TransformerEncoder(
-                transformer, settings.pooling, settings.trainable_layers, dense
+                transformer, settings.pooling, settings.trainable_layers, dense, settings.width
             )
             self.width += self.transformer.width
         if settings.kind != "transformer":

@@ -31,6 +31,7 @@ POOLINGS = {
     "weightedmean": "weighted_mean",
 }
 FROM_HERE = {here: there for there, here in POOLINGS.items()}
+_WIDTH = "truncate_dim"
 _FLAGS = "pooling_mode_"  # older files have a key of true or false for each pooling
 # names of the prompts of both sides; the first one that is there counts
 _SIDES = {"query_prompt": ("query",), "label_prompt": ("document", "passage", "corpus")}
@@ -72,6 +73,7 @@ class EncoderFolder:
         normalizes: whether its vectors are scaled to unit length at the end.
         query_prompt, label_prompt: read before a text; "": nothing.
         max_length: most tokens of a text that it was made for; 0: it does not say.
+        width: first dimensions of its vector that are meant to be used; 0: it does not say.
     """
 
     pooling: Any = "mean"
@@ -80,6 +82,7 @@ class EncoderFolder:
     query_prompt: str = ""
     label_prompt: str = ""
     max_length: int = 0
+    width: int = 0
 
 
 def read_encoder_folder(folder: Path) -> EncoderFolder:
@@ -93,6 +96,7 @@ def read_encoder_folder(folder: Path) -> EncoderFolder:
         return EncoderFolder()
     found: dict[str, Any] = {}
     dense = []
+    width = 0
     file = folder / CONFIG
     try:
         architecture = (_read(file).get("architectures") or [""])[0]
@@ -109,8 +113,12 @@ def read_encoder_folder(folder: Path) -> EncoderFolder:
                 dense.append(_dense(file, module["path"]))
             elif name == "Normalize":
                 found["normalizes"] = True
-        file = folder / PROMPTS
-        prompts = _read(file).get("prompts") or {}
+        for file in (folder / CONFIG, folder / PROMPTS):
+            about = _read(file)
+            width = int(about.get(_WIDTH) or width)
+            if width < 0:
+                raise ValueError(f"{_WIDTH}: {width}")
+        prompts = about.get("prompts") or {}
         for side, names in _SIDES.items():
             found[side] = next((prompts[name] for name in names if prompts.get(name)), "")
         file = folder / LENGTHS
@@ -125,18 +133,18 @@ def read_encoder_folder(folder: Path) -> EncoderFolder:
             got=str(error)[:300],
             fix="restore the file, or name another encoder.name",
         ) from error
-    return EncoderFolder(dense=tuple(dense), max_length=max_length, **found)
+    return EncoderFolder(dense=tuple(dense), max_length=max_length, width=width, **found)
 
 
 def resolved(settings: Encoder, folder: Path) -> Encoder:
-    """Section `encoder` with the pooling and prompts of its folder in place of "auto"."""
+    """Section `encoder` with the pooling and prompts of its folder in place of "auto", and with its
+    width in place of 0.
+    """
     if not settings.has_transformer:
         changes = {"pooling": "mean", "query_prompt": "", "label_prompt": ""}
         return settings.model_copy(update=changes)
-    keys = ("pooling", "query_prompt", "label_prompt")
-    auto = [key for key in keys if getattr(settings, key) == "auto"]
-    if not auto:
-        return settings
+    keys = ("pooling", "width", "query_prompt", "label_prompt")
+    auto = [key for key in keys if getattr(settings, key) in ("auto", 0)]
     found = read_encoder_folder(folder)
     return settings.model_copy(update={key: getattr(found, key) for key in auto})
 

@@ -110,6 +110,8 @@ class FrozenCaches:
             facts["tokens_read"] = encoder.settings.transformer_tokens
             if part.dense_facts:
                 facts["dense"] = part.dense_facts
+            if part.width != part.full_width:
+                facts["width"] = part.width
         facts["weights"] = frozen_sha256(part)
         facts["amp"] = str(self.amp)
         facts["version"] = VERSION

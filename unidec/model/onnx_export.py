@@ -52,6 +52,7 @@ class TransformerGraph(nn.Module):
         self.transformer = encoder.transformer.transformer
         self.pooling = encoder.transformer.pooling
         self.dense = encoder.transformer.dense
+        self.width = encoder.transformer.width
         self.unit_vectors = encoder.unit_vectors
         self.max_tokens = encoder.settings.transformer_tokens or None
         self.transformer.set_attn_implementation("eager")
@@ -64,6 +65,7 @@ class TransformerGraph(nn.Module):
             seen = _masks(mask_BT, self.transformer.config.sliding_window)
         hidden = self.transformer(input_ids=ids_BT, attention_mask=seen).last_hidden_state
         vectors_BD = self.dense(Padded(ids_BT, mask_BT).pool(hidden, self.pooling))
+        vectors_BD = vectors_BD[:, : self.width]
         return F.normalize(vectors_BD, dim=-1) if self.unit_vectors else vectors_BD
 
 

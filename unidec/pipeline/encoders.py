@@ -113,7 +113,7 @@ def encoder_facts(bundle: Path) -> dict[str, str]:
     encoder = read_json(bundle / "model" / CONFIG).get("encoder", {})
     if encoder.get("kind") not in ("transformer", "both"):
         return {}
-    keys = ("pooling", "query_prompt", "label_prompt")
+    keys = ("pooling", "width", "query_prompt", "label_prompt")
     return {key.replace("_", " "): encoder[key] for key in keys if encoder.get(key)}
 
 
@@ -155,7 +155,6 @@ def about_encoder(params: Params, name: str) -> AboutEncoder:
         folder=str(folder),
         architecture=str(read_json(folder / CONFIG).get("model_type")),
         layers=config.num_hidden_layers,
-        width=encoder.width,
         missing=[file for file in files if not (folder / file).is_file()],
         parameters=parameters,
         memory_bytes=4 * parameters,
@@ -163,7 +162,7 @@ def about_encoder(params: Params, name: str) -> AboutEncoder:
         texts_a_second=len(tokens) / min(seconds[1:]),
         tokens_a_text=float(tokens.for_transformer.lengths().mean()),
         device=str(device),
-        **_facts(found),
+        **_facts(found) | {"width": encoder.width},
     )
 
 

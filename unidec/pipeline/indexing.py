@@ -23,7 +23,13 @@ from unidec.methods.assembly import load_model
 from unidec.metric_names import headline
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import paths
-from unidec.pipeline.ranking import Ranking, fused, training_neighbours, tuned_blend
+from unidec.pipeline.ranking import (
+    Ranking,
+    fused,
+    quality_by_width,
+    training_neighbours,
+    tuned_blend,
+)
 from unidec.progress import say
 from unidec.ranking.calibration import LEAST_RELEVANT, fit_calibration
 from unidec.ranking.index import LabelIndex
@@ -83,10 +89,19 @@ def index(params: Params) -> Indexed:
     dataset = paths.open_dataset()
     model = load_model(paths.MODEL, device=str(choose_device(params.device)))
     ranking = Ranking.of_model(model, dataset, "validation", precision)
+    is_unit = model.settings.normalize
+    by_width = quality_by_width(ranking, params, is_unit)
+    if settings.width:
+        ranking = ranking.at_width(settings.width, is_unit)
     neighbours = None
     if settings.knn_weight != 0 or settings.fuses:
         neighbours = training_neighbours(
-            model, dataset, precision, by=settings.knn_by, word_head=settings.knn_head
+            model,
+            dataset,
+            precision,
+            by=settings.knn_by,
+            word_head=settings.knn_head,
+            width=settings.width,
         )
         ranking = ranking.with_words(neighbours.words)
     blend = tuned_blend(ranking, params, neighbours)
@@ -113,6 +128,8 @@ def index(params: Params) -> Indexed:
     card: dict[str, Any] = {PROFILE_KEY: _training_profile(params, model, ranking, ranker)}
     if blend.tried:
         card["tuning"] = blend.tried
+    if by_width:
+        card["widths"] = by_width
     if blend.fusion:
         card["fusion"] = {"by_tail": blend.by_tail}
     titles = texts_read(dataset.labels, "title")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,6 +29,7 @@ from unidec.progress import progress, say
 from unidec.ranking.exact_index import ExactIndex
 from unidec.ranking.fusion import CANDIDATES, Fusion, LabelEvidence
 from unidec.ranking.heads import Heads, PairScores, Ranked, unit_rows
+from unidec.ranking.index import ROWS_AT_ONCE
 from unidec.ranking.neighbours import Neighbours, Vote
 from unidec.ranking.query_encoder import Encoded
 from unidec.ranking.ranker import Ranker, Voting
@@ -106,6 +107,20 @@ class Ranking:
     def part(self, some: slice) -> Ranking:
         """The ranking of some of the queries."""
         return replace(self, rows=self.rows[some], encoded=self.encoded.take(some))
+
+    def at_width(self, width: int, is_unit: bool) -> Ranking:
+        """The same with the first `width` dimensions of both heads' vectors.
+
+        Args:
+            is_unit: whether the dual encoder's vectors have unit length.
+        """
+        cut = partial(first_dimensions, width=width, is_unit=is_unit)
+        encoded = self.encoded
+        encoded = replace(
+            encoded, de_BD=cut("de", encoded.de_BD), clf_BD=cut("clf", encoded.clf_BD)
+        )
+        vectors = {head: cut(head, array) for head, array in self.vectors.items()}
+        return replace(self, encoded=encoded, vectors=vectors)
 
     def with_words(self, words: WordSpace | None) -> Ranking:
         """The same queries with their words (None: without), to compare with training queries."""
@@ -201,6 +216,27 @@ class Ranking:
         return self.metrics_of(np.concatenate([nothing, *rows]))
 
 
+def first_dimensions(
+    head: str, vectors_ND: np.ndarray | None, width: int, is_unit: bool
+) -> np.ndarray | None:
+    """The first dimensions of a head's vectors, float32 [N, width], in a file if they are large;
+    those of the dual encoder of unit length if `is_unit`. Biases, and None, as they are.
+    """
+    from unidec.training.encoding import vector_file
+
+    if vectors_ND is None or head == "bias":
+        return vectors_ND
+    shape = (len(vectors_ND), width)
+    cut_NW = vector_file(paths.RUNS, shape)
+    if cut_NW is None:
+        cut_NW = np.empty(shape, dtype=np.float32)
+    for begin in range(0, len(cut_NW), ROWS_AT_ONCE):
+        some = slice(begin, begin + ROWS_AT_ONCE)
+        part = vectors_ND[some, :width]
+        cut_NW[some] = unit_rows(part) if is_unit and head == "de" else part
+    return cut_NW
+
+
 def training_neighbours(
     model: UniDEC,
     dataset: XMCDataset,
@@ -209,6 +245,7 @@ def training_neighbours(
     by: NeighboursBy = "model",
     tokens: tuple[Tokens, Tokens] | None = None,
     word_head: int = 0,
+    width: int = 0,
 ) -> Neighbours:
     """The queries of the training split as neighbours, without filtered pairs.
 
@@ -219,6 +256,7 @@ def training_neighbours(
         data/tokens, with data/cache.
         word_head: number of first tokens of a text that are also compared separately; only for
         "words".
+        width: first dimensions of the model's vectors that are compared; 0: all.
     """
     from unidec.model.frozen import autocast, cached_inputs
 
@@ -253,7 +291,8 @@ def training_neighbours(
         de, clf = model.vectors(
             "queries", tokens[0], rows, build, desc="training queries", only=head
         )
-    return Neighbours(de if head == "de" else clf, *facts)
+    vectors: Any = de if head == "de" else clf
+    return Neighbours(vectors[:, : width or None], *facts)
 
 
 @dataclass(frozen=True)
@@ -330,6 +369,24 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
         ranked=of_all,
         tried=[] if voting is None else steps,
     )
+
+
+def quality_by_width(ranking: Ranking, params: Params, is_unit: bool) -> list[dict[str, float]]:
+    """Headline metrics of the heads without votes at each width at which they trained, and at their
+    whole width, each with its "width"; the classifier's weight is tuned for each if it is "auto".
+    [] if the heads trained at no other width, or if the split has no queries.
+
+    Args:
+        is_unit: as for `Ranking.at_width`.
+    """
+    widths = params.loss.widths
+    if not (widths and len(ranking.rows)):
+        return []
+    figures = []
+    for width in [*widths, params.model.dim]:
+        blend = tuned_blend(ranking.at_width(width, is_unit), params, None)
+        figures.append({"width": width, **headline(blend.metrics)})
+    return figures
 
 
 def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend) -> Blend:

@@ -107,13 +107,37 @@ class Objective:
         query_BD, scale = self._queries(de_BD[:num_queries], scale, batch, targets)
         sizes = self.ranks.sizes(len(batch.pool.pool_S))
         label_SD = self._labels(de_BD[num_queries:], sizes, targets)
-        similarity_BS = self._products(query_BD, label_SD)
         settings = self.settings
-        loss = self.loss(
-            settings.de, similarity_BS, scale, targets, forward=settings.de_forward, step=step
-        )
-        for method in self.methods.score_losses:
-            loss = loss + method.loss("de", similarity_BS * scale, targets, batch)
+
+        def of_vectors(query_BD: Tensor, label_SD: Tensor) -> Tensor:
+            similarity_BS = self._products(query_BD, label_SD)
+            loss = self.loss(
+                settings.de, similarity_BS, scale, targets, forward=settings.de_forward, step=step
+            )
+            for method in self.methods.score_losses:
+                loss = loss + method.loss("de", similarity_BS * scale, targets, batch)
+            return loss
+
+        return self._over_views(of_vectors, query_BD, label_SD, self.model.settings.normalize)
+
+    def _over_views(
+        self,
+        loss_of: Callable[[Tensor, Tensor], Tensor],
+        query_BD: Tensor,
+        label_SD: Tensor,
+        is_unit: bool,
+    ) -> Tensor:
+        """The loss of queries and labels, added to that of each view of them, 0-d.
+
+        Args:
+            is_unit: vectors have unit length, in each view too.
+        """
+        loss = loss_of(query_BD, label_SD)
+        for view in self.methods.views:
+            pair = [view(query_BD), view(label_SD)]
+            if is_unit:
+                pair = [F.normalize(vectors, dim=-1) for vectors in pair]
+            loss = loss + loss_of(*pair)
         return loss
 
     def _clf_loss(self, x_BW: Tensor, batch: Prepared, step: int) -> Tensor:
@@ -131,25 +155,30 @@ class Objective:
             query_BD = F.normalize(query_BD, dim=-1)
             row_SD = F.normalize(row_SD.float(), dim=-1)
         # over all labels: without all logits in memory
-        if settings.clf == "bce" and batch.clf.ids is None:
-            if settings.reduction == "pol":
-                targets = one_positive(targets, len(query_BD), self._generator(step))
-            with self.autocast():
-                return full_bce(
-                    query_BD, row_SD, bias_S1, scale, targets, normalise=settings.bce_normalise
-                )
-        logit_BS = self._products(query_BD, row_SD)
-        if bias_S1 is not None:
-            logit_BS = logit_BS + bias_S1.T
-        loss = self.loss(
-            settings.clf, logit_BS, scale, targets, forward=settings.clf_forward, step=step
-        )
-        if settings.clf_bce > 0:
-            bce = self.loss("bce", logit_BS, scale, targets, forward=1.0, step=step)
-            loss = loss + settings.clf_bce * bce
-        for method in self.methods.score_losses:
-            loss = loss + method.loss("clf", logit_BS * scale, targets, batch)
-        return loss
+        is_chunked = settings.clf == "bce" and batch.clf.ids is None
+        if is_chunked and settings.reduction == "pol":
+            targets = one_positive(targets, len(query_BD), self._generator(step))
+
+        def of_vectors(query_BD: Tensor, row_SD: Tensor) -> Tensor:
+            if is_chunked:
+                with self.autocast():
+                    return full_bce(
+                        query_BD, row_SD, bias_S1, scale, targets, normalise=settings.bce_normalise
+                    )
+            logit_BS = self._products(query_BD, row_SD)
+            if bias_S1 is not None:
+                logit_BS = logit_BS + bias_S1.T
+            loss = self.loss(
+                settings.clf, logit_BS, scale, targets, forward=settings.clf_forward, step=step
+            )
+            if settings.clf_bce > 0:
+                bce = self.loss("bce", logit_BS, scale, targets, forward=1.0, step=step)
+                loss = loss + settings.clf_bce * bce
+            for method in self.methods.score_losses:
+                loss = loss + method.loss("clf", logit_BS * scale, targets, batch)
+            return loss
+
+        return self._over_views(of_vectors, query_BD, row_SD, model.settings.clf_cosine)
 
     def _rows(self, text_TW: Tensor, batch: Prepared) -> tuple[Tensor, Tensor | None]:
         """The classifier's rows [S, D] and biases [S, 1] of the labels that this rank compares with

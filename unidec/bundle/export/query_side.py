@@ -332,6 +332,10 @@ def _modules(model: UniDEC, score: BundleInfo) -> list[nn.Module]:
         _dense(layer.linear.weight.detach(), layer.linear.bias, layer.activation)
         for layer in encoder.transformer.behind
     ]
+    width = encoder.transformer.width
+    full_width = encoder.transformer.full_width
+    if width < full_width:  # the library's truncate_dim would cut the head's output instead
+        modules.append(_dense(torch.eye(full_width)[:width], None, nn.Identity()))
     if encoder.unit_vectors:
         modules.append(normalize)
     projects = model.settings.projection
