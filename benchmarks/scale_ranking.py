@@ -124,7 +124,7 @@ def fit(folder: str, num_new: int) -> Facts:
         label_words_LF = words_F[num_queries:]
         steps.end("words")
         by_words: Any = {"words": space, "label_words_LF": label_words_LF}
-        neighbours = Neighbours(words_MF, labels_ML, uids, uids, "ridge-labels", **by_words)
+        neighbours = Neighbours(words_MF, labels_ML, uids, uids, **by_words)
         reader = LabelEvidence(heads, neighbours, VOTERS, PROPENSITY)
         steps.end("votes and evidence")
         reader.by_words = fit_word_network(reader.words, NO_PAIRS)

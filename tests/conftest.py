@@ -196,7 +196,7 @@ def _compile_loops(bundle: Path) -> None:
 
     from unidec.bundle.bundle import Bundle
 
-    options = {"vote": "ridge-labels", "by_words": True, "fused": True, "stacked": True}
+    options = {"votes": True, "by_words": True, "fused": True, "stacked": True}
     write_tiny_bundle(bundle, np.random.default_rng(0), **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("unidec.bundle.bundle._load_model", lambda path, device: StubModel(path))

@@ -93,21 +93,21 @@ def _random_request(rng: np.random.Generator, heads: list[str]) -> LabelQuery:
 
 
 @pytest.mark.parametrize(
-    ("heads", "space", "normalize", "bias", "vote", "by_words"),
+    ("heads", "space", "normalize", "bias", "votes", "by_words"),
     [
-        ("both", "both", True, False, None, False),
-        ("both", "both", False, True, None, False),
-        ("both", "both", False, True, "softmax", False),
-        ("both", "both", True, False, "square", True),
-        ("both", "both", False, True, "ridge-labels", True),
-        ("both", "de", True, False, None, False),
-        ("both", "clf", False, True, "softmax", False),
-        ("de", "de", True, False, "square", False),
-        ("clf", "clf", False, True, None, False),
+        ("both", "both", True, False, False, False),
+        ("both", "both", False, True, False, False),
+        ("both", "both", False, True, True, False),
+        ("both", "both", True, False, True, True),
+        ("both", "both", False, True, True, True),
+        ("both", "de", True, False, False, False),
+        ("both", "clf", False, True, True, False),
+        ("de", "de", True, False, True, False),
+        ("clf", "clf", False, True, False, False),
     ],
 )
 def test_answers_as_a_loop_over_all_labels(
-    rng, tmp_path, heads, space, normalize, bias, vote, by_words
+    rng, tmp_path, heads, space, normalize, bias, votes, by_words
 ):
     write_tiny_bundle(
         tmp_path / "b",
@@ -116,7 +116,7 @@ def test_answers_as_a_loop_over_all_labels(
         space=space,
         clf_normalize=normalize,
         bias=bias,
-        vote=vote,
+        votes=votes,
         by_words=by_words,
     )
     answerer = _answerer(tmp_path / "b")
@@ -134,16 +134,16 @@ def test_answers_as_a_loop_over_all_labels(
         np.testing.assert_allclose(got.scores, [row[0] for row in expected], rtol=1e-4, atol=2e-5)
         at = {row[1]: row for row in _slow(answerer, replace(request, k=99))}
         for place, uid in enumerate(got.labels):
-            score, _, de, clf, votes = at[uid]  # among equals another may stand here
+            score, _, de, clf, knn = at[uid]  # among equals another may stand here
             assert got.titles[place] == TITLES[UIDS.index(uid)]
             assert got.scores[place] == pytest.approx(score, rel=1e-4, abs=2e-5)
             if heads != "clf":
                 assert got.de_scores[place] == pytest.approx(de, rel=1e-4, abs=2e-5)
             if heads != "de":
                 assert got.clf_scores[place] == pytest.approx(clf, rel=1e-4, abs=2e-5)
-            if vote and request.head == "both":
-                assert got.knn_scores[place] == pytest.approx(votes, rel=1e-4, abs=2e-5)
-        assert len(got.knn_scores) == (len(expected) if vote and request.head == "both" else 0)
+            if votes and request.head == "both":
+                assert got.knn_scores[place] == pytest.approx(knn, rel=1e-4, abs=2e-5)
+        assert len(got.knn_scores) == (len(expected) if votes and request.head == "both" else 0)
         assert got.unknown_labels == len({"nobody", ""} & {*(request.allow or ())}) + len(
             {"nobody", ""} & {*request.deny}
         )
@@ -152,7 +152,7 @@ def test_answers_as_a_loop_over_all_labels(
 def test_probabilities_only_of_labels_that_are_ranked_as_the_bundle_ranks(rng, tmp_path):
     calibration = Calibration(scores=[-5.0, 5.0], probabilities=[0.25, 0.75])
     write_tiny_bundle(
-        tmp_path / "b", rng, vote="ridge-labels", by_words=True, fused=True, calibration=calibration
+        tmp_path / "b", rng, votes=True, by_words=True, fused=True, calibration=calibration
     )
     answerer = _answerer(tmp_path / "b")
     requests = [
@@ -177,9 +177,7 @@ def test_probabilities_only_of_labels_that_are_ranked_as_the_bundle_ranks(rng, t
 
 @pytest.mark.parametrize("kind", ["flat", "hnsw"])
 def test_a_batch_answers_as_one_request_does(rng, tmp_path, kind):
-    write_tiny_bundle(
-        tmp_path / "b", rng, clf_normalize=False, bias=True, vote="softmax", kind=kind
-    )
+    write_tiny_bundle(tmp_path / "b", rng, clf_normalize=False, bias=True, votes=True, kind=kind)
     answerer = _answerer(tmp_path / "b")
     requests = [_random_request(rng, ["both", "de", "clf"]) for _ in range(60)]
     whole = answerer.answer(requests)
@@ -195,11 +193,11 @@ def test_a_batch_answers_as_one_request_does(rng, tmp_path, kind):
     assert answerer.answer([]) == []
 
 
-@pytest.mark.parametrize("vote", [None, "softmax"])
-def test_many_denied_labels_are_searched_past_step_by_step(rng, tmp_path, monkeypatch, vote):
+@pytest.mark.parametrize("votes", [False, True])
+def test_many_denied_labels_are_searched_past_step_by_step(rng, tmp_path, monkeypatch, votes):
     monkeypatch.setattr("unidec.ranking.index._FIRST_MORE", 1)  # then 8, then 64
     monkeypatch.setattr("unidec.bundle.answer._LEAST_K", 1)
-    write_tiny_bundle(tmp_path / "b", rng, clf_normalize=False, bias=True, vote=vote)
+    write_tiny_bundle(tmp_path / "b", rng, clf_normalize=False, bias=True, votes=votes)
     answerer = _answerer(tmp_path / "b")
     searched = []
     search = answerer.bundle.index._search
@@ -229,7 +227,7 @@ def test_more_labels_than_there_are(rng, tmp_path):
 
 
 def test_the_plain_answer_is_the_bundles_own(rng, tmp_path):
-    write_tiny_bundle(tmp_path / "b", rng, clf_normalize=False, bias=True, vote="softmax")
+    write_tiny_bundle(tmp_path / "b", rng, clf_normalize=False, bias=True, votes=True)
     answerer = _answerer(tmp_path / "b")
     plain = answerer.answer([LabelQuery(text, k=4) for text in TEXTS])
     for got, own in zip(plain, answerer.bundle.predict(TEXTS, k=4), strict=True):
@@ -270,17 +268,16 @@ def test_what_cannot_be_answered_is_named(rng, tmp_path):
     assert len(answerer.answer([LabelQuery("red", head="de", min_score=-np.inf)])[0].labels) == 5
 
 
-@pytest.mark.parametrize(
-    ("vote", "by_words"),
-    [
-        ("softmax", False),
-        ("softmax", True),
-        ("ridge-labels", True),
-    ],
-)
-def test_an_explanation_adds_up(rng, tmp_path, vote, by_words):
+@pytest.mark.parametrize("by_words", [False, True])
+def test_an_explanation_adds_up(rng, tmp_path, by_words):
     parts = write_tiny_bundle(
-        tmp_path / "b", rng, clf_normalize=False, bias=True, vote=vote, by_words=by_words
+        tmp_path / "b",
+        rng,
+        clf_normalize=False,
+        bias=True,
+        votes=True,
+        by_words=by_words,
+        knn_neighbours=20,  # labels' texts are among them
     )
     answerer = _answerer(tmp_path / "b")
     told = answerer.explain(LabelQuery("red strange car", k=6), neighbours=4)
@@ -314,7 +311,7 @@ def test_an_explanation_adds_up(rng, tmp_path, vote, by_words):
         row = int(one.uid[1:])
         assert cosine_M[row] == pytest.approx(one.cosine, abs=2e-3)
         assert one.labels == [(UIDS[i], TITLES[i]) for i in np.sort(voters.labels_ML[row].indices)]
-    assert vote != "softmax" or told.neighbours[0].vote == pytest.approx(1.0)
+    assert by_words or told.neighbours[0].vote == pytest.approx(1.0)
     more = answerer.explain(LabelQuery("red strange car"), neighbours=6).neighbours
     assert more is not None and more[:4] == told.neighbours  # how many are shown changes no vote
     alone = answerer.explain(LabelQuery("red", head="clf"))
@@ -331,7 +328,7 @@ def test_an_explanation_without_voters(rng, tmp_path):
 def test_many_requests_are_encoded_by_length_and_answered_in_their_order(
     rng, tmp_path, monkeypatch
 ):
-    write_tiny_bundle(tmp_path / "b", rng, vote="softmax")
+    write_tiny_bundle(tmp_path / "b", rng, votes=True)
     answerer = _answerer(tmp_path / "b")
     texts = [
         " ".join(rng.choice(["red", "car", "house", "boat"], rng.integers(1, 30)))

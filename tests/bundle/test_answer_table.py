@@ -61,7 +61,7 @@ def test_a_row_for_each_label_of_each_query(rng, tmp_path, monkeypatch, told) ->
 
 
 def test_it_is_the_bundles_own_table(rng, tmp_path) -> None:
-    write_tiny_bundle(tmp_path / "b", rng, vote="softmax")
+    write_tiny_bundle(tmp_path / "b", rng, votes=True)
     frame = pd.DataFrame({"text": TEXTS})
     answers = Answerer.open(tmp_path / "b", "torch")
     got = answers.table(frame)

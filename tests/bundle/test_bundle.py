@@ -136,7 +136,7 @@ def test_wrong_input_is_refused(rng, tmp_path):
 
 def test_probabilities_are_those_of_the_scores(rng, tmp_path):
     calibration = Calibration(scores=[-0.5, 0.0, 1.0], probabilities=[0.125, 0.25, 0.75])
-    write_tiny_bundle(tmp_path / "b", rng, vote="softmax", calibration=calibration)
+    write_tiny_bundle(tmp_path / "b", rng, votes=True, calibration=calibration)
     bundle = Bundle.load(tmp_path / "b")
     assert bundle.info.calibration == calibration
     found = bundle.predict(QUERIES, k=12)

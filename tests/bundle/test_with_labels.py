@@ -353,7 +353,7 @@ def test_the_votes_of_the_present_data(bundle: Callable[..., Bundle], tmp_path: 
     votes[:, -1] = 1
     from scipy.sparse import csr_matrix
 
-    given = Neighbours(old.vectors_MD, csr_matrix(votes), old.uids, old.titles, old.vote)
+    given = Neighbours(old.vectors_MD, csr_matrix(votes), old.uids, old.titles)
     _, after = relabelled(before, tmp_path / "new", labels, neighbours=given)
     answer = after.predict(["garden"], len(labels))[0]
     assert {uid for uid, votes in zip(answer.labels, answer.knn_scores, strict=True) if votes} == {

@@ -77,7 +77,7 @@ def make_served_bundle(
         of_ML = csr_matrix(
             (np.ones(num, dtype=bool), (np.arange(num), np.arange(num))), shape=(num, num_labels)
         )
-        neighbours = Neighbours(de_MD, of_ML, [f"Q{i}" for i in range(num)], titles[:num], "square")
+        neighbours = Neighbours(de_MD, of_ML, [f"Q{i}" for i in range(num)], titles[:num])
     return write_bundle(
         folder / "bundle",
         folder / "model",

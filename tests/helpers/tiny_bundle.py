@@ -97,7 +97,6 @@ def write_model(path: Path, rng: np.random.Generator, heads: str = "both") -> Pa
 def tiny_neighbours(
     model: StubModel,
     rng: np.random.Generator,
-    vote: Any,
     by_words: bool,
     num: int = 30,
     word_head: int = 0,
@@ -124,11 +123,10 @@ def tiny_neighbours(
             csr_matrix(labels_ML),
             uids,
             texts,
-            vote,
             space,
             label_words,
         )
-    return Neighbours(de if de is not None else clf, csr_matrix(labels_ML), uids, texts, vote)
+    return Neighbours(de if de is not None else clf, csr_matrix(labels_ML), uids, texts)
 
 
 def write_tiny_bundle(
@@ -141,7 +139,7 @@ def write_tiny_bundle(
     clf_normalize: bool = True,
     bias: bool = False,
     clf_weight: float = 0.5,
-    vote: str | None = None,
+    votes: bool = False,
     knn_weight: float = 0.7,
     knn_neighbours: int = 7,
     by_words: bool = False,
@@ -150,7 +148,7 @@ def write_tiny_bundle(
     word_head: int = 0,
     calibration: Calibration | None = None,
 ) -> dict:
-    """Write model and bundle beside each other; returns what it was made of; with `vote` training
+    """Write model and bundle beside each other; returns what it was made of; with `votes` training
     queries vote; with `fused` a fusion of random weights ranks, with `stacked` one that reads a
     network by words, `word_head` first words too.
     """
@@ -162,9 +160,7 @@ def write_tiny_bundle(
     bias_L = rng.normal(size=len(TITLES)).astype(np.float32) if bias else None
     vectors_LD = label_vectors(de_LD, clf_LD, bias_L, space, clf_normalize)
     index = LabelIndex.build(vectors_LD, IndexSpec(kind=kind))
-    neighbours = (
-        None if vote is None else tiny_neighbours(model, rng, vote, by_words, word_head=word_head)
-    )
+    neighbours = tiny_neighbours(model, rng, by_words, word_head=word_head) if votes else None
     head = "clf" if heads == "clf" else "de"
     knn = None if neighbours is None else KnnInfo.of(neighbours, knn_weight, knn_neighbours, head)
     fusion = random_fusion(rng, stacked, word_head) if fused else None

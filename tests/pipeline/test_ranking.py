@@ -208,7 +208,6 @@ def test_queries_that_weights_were_chosen_by_vote_in_the_end(random_ranking) -> 
     ranking, neighbours = random_ranking(5)
     joined = ranking.joined_to(ranking.voting(neighbours, 15))
     assert joined.num_queries == TRAIN + NUM
-    assert joined.vote == neighbours.vote
     assert joined.uids.to_pylist()[TRAIN - 1 : TRAIN + 1] == [str(TRAIN - 1), "v0"]
     np.testing.assert_array_equal(joined.vectors_MD[:TRAIN], neighbours.vectors_MD)
     assert joined.nearest(ranking.encoded.de_BD, 1)[1].ravel().tolist() == list(

@@ -32,27 +32,18 @@ QUERIES = [
 ]
 
 
-@pytest.fixture(
-    params=[
-        "square",
-        "ridge",
-        "ridge-labels",
-        "ridge-labels, stacked",
-        "ridge-labels, stacked, head",
-    ]
-)
+@pytest.fixture(params=["plain", "stacked", "stacked, head"])
 def fused(request, tmp_path, rng, stub_model) -> Bundle:
-    vote, *stacked = request.param.split(", ")
     write_tiny_bundle(
         tmp_path / "bundle",
         rng,
-        vote=vote,
+        votes=True,
         by_words=True,
         fused=True,
-        stacked=bool(stacked),
+        stacked="stacked" in request.param,
         clf_normalize=False,
         bias=True,
-        word_head=2 * ("head" in stacked),
+        word_head=2 * ("head" in request.param),
     )
     return Bundle.load(tmp_path / "bundle")
 
@@ -241,9 +232,7 @@ def test_training_without_any_positive_is_harmless():
 
 
 def test_a_damaged_fusion_is_refused(tmp_path, rng, stub_model):
-    write_tiny_bundle(
-        tmp_path / "bundle", rng, vote="square", by_words=True, fused=True, stacked=True
-    )
+    write_tiny_bundle(tmp_path / "bundle", rng, votes=True, by_words=True, fused=True, stacked=True)
     good = (tmp_path / "bundle" / "bundle.json").read_text()
 
     def edited(change) -> Path:

@@ -25,7 +25,7 @@ from unidec.data.tokens import encode_texts
 from unidec.errors import ArtifactError
 from unidec.ranking.heads import Candidates, PairScores, candidate_keys, votes_alone
 from unidec.ranking.index import LabelIndex
-from unidec.ranking.neighbours import TEMPERATURE, VOTES, Neighbours
+from unidec.ranking.neighbours import TEMPERATURE, Neighbours
 from unidec.ranking.query_encoder import Encoded
 from unidec.ranking.ranker import Voting
 
@@ -40,11 +40,9 @@ QUERIES = [
 
 
 def slow_votes(
-    query_D, vectors_MD, labels: list[set[int]], num_labels: int, num: int, vote: str
+    query_D, vectors_MD, labels: list[set[int]], num_labels: int, num: int
 ) -> list[float]:
-    """Votes of one query, in double precision, one training query after the other; the largest is 1
-    (not "ridge").
-    """
+    """Votes of one query, in double precision, one training query after the other; largest 1."""
     query = np.asarray(query_D, dtype=float)
     length = float(np.sqrt((query**2).sum()))
     cosines = [
@@ -53,20 +51,9 @@ def slow_votes(
     ]
     nearest = sorted(range(len(cosines)), key=lambda m: (-cosines[m], m))[:num]
     votes = [0.0] * num_labels
-    if vote == "ridge":
-        near = [m for m in nearest if cosines[m] > 0]
-        kernel = [
-            [float(m == n) + float(vectors_MD[m].astype(float) @ vectors_MD[n]) for n in near]
-            for m in near
-        ]
-        weights = np.linalg.inv(kernel) @ [cosines[m] for m in near] if near else []
-        for m, weight in zip(near, weights, strict=True):
-            for label in labels[m]:
-                votes[label] += weight
-        return [max(value, 0.0) for value in votes]
     for m in nearest:
-        weight = max(cosines[m], 0.0) ** 2
-        if vote == "softmax" and weight:
+        weight = 0.0
+        if cosines[m] > 0:
             weight = float(np.exp((cosines[m] - cosines[nearest[0]]) / TEMPERATURE))
         for label in labels[m]:
             votes[label] += weight
@@ -75,7 +62,7 @@ def slow_votes(
 
 
 def random_neighbours(
-    rng: np.random.Generator, num: int, num_labels: int, dim: int, vote: str, share: float = 0.2
+    rng: np.random.Generator, num: int, num_labels: int, dim: int, share: float = 0.2
 ):
     labels_ML = rng.random((num, num_labels)) < share
     names = [f"q{m}" for m in range(num)]
@@ -84,13 +71,11 @@ def random_neighbours(
         csr_matrix(labels_ML),
         names,
         names,
-        vote,
-    )  # type: ignore[arg-type]
+    )
     return made, [set(np.flatnonzero(row).tolist()) for row in labels_ML]
 
 
 # by words alone: test_words.py
-@pytest.mark.parametrize("vote", [vote for vote in VOTES if vote != "ridge-labels"])
 @pytest.mark.parametrize(
     ("num_train", "num_labels", "share", "num"),
     [
@@ -102,8 +87,8 @@ def random_neighbours(
         (9, 4, 0.0, 3),
     ],
 )
-def test_votes_are_those_of_a_loop(rng, vote, num_train, num_labels, share, num):
-    neighbours, labels = random_neighbours(rng, num_train, num_labels, 4, vote, share)
+def test_votes_are_those_of_a_loop(rng, num_train, num_labels, share, num):
+    neighbours, labels = random_neighbours(rng, num_train, num_labels, 4, share)
     query_BD = rng.normal(size=(11, 4)).astype(np.float32)
     query_BD[3] = 0  # no direction at all
     query_BD[4] = -neighbours.vectors_MD.astype(np.float32).mean(axis=0)  # away from most of them
@@ -113,11 +98,9 @@ def test_votes_are_those_of_a_loop(rng, vote, num_train, num_labels, share, num)
     assert (votes.score_N > 0).all()
     assert (np.diff(votes.key_N) > 0).all()
     for i, row in enumerate(dense_votes(votes)):
-        expected = slow_votes(query_BD[i], neighbours.vectors_MD, labels, num_labels, num, vote)
-        np.testing.assert_allclose(
-            row, expected, rtol=2e-3 if vote == "softmax" else 1e-4, atol=1e-5
-        )
-        assert vote == "ridge" or row.max() == (1 if any(expected) else 0)
+        expected = slow_votes(query_BD[i], neighbours.vectors_MD, labels, num_labels, num)
+        np.testing.assert_allclose(row, expected, rtol=2e-3, atol=1e-5)
+        assert row.max() == (1 if any(expected) else 0)
     cosine, rows = neighbours.nearest(query_BD, num)
     assert cosine.shape == rows.shape == (11, min(num, num_train))
     assert rows.min() >= 0
@@ -126,14 +109,15 @@ def test_votes_are_those_of_a_loop(rng, vote, num_train, num_labels, share, num)
 
 def test_no_queries_and_only_opposite_neighbours():
     neighbours = Neighbours(
-        np.eye(3, dtype=np.float32), csr_matrix(np.eye(3)), list("abc"), list("abc"), "square"
+        np.eye(3, dtype=np.float32), csr_matrix(np.eye(3)), list("abc"), list("abc")
     )
     assert neighbours.votes(np.zeros((0, 3), dtype=np.float32), 2).shape == (0, 3)
     assert neighbours.votes(-np.ones((2, 3), dtype=np.float32), 2).score_N.size == 0
     opposite = Encoded(-np.ones((2, 3), dtype=np.float32), None)
     assert (Voting(neighbours=neighbours, num=2).rank(opposite, 4).rows == -1).all()
     many = dense_votes(neighbours.votes(np.array([[3, 2, 1]], dtype=np.float32), 2))
-    expected = [[1, 4 / 9, 0]]
+    cosines = np.array([3, 2]) / np.sqrt(14)
+    expected = [[1, np.exp((cosines[1] - cosines[0]) / TEMPERATURE), 0]]
     np.testing.assert_allclose(many, expected, rtol=1e-5)
 
 
@@ -155,13 +139,9 @@ def test_parts_that_do_not_fit_are_refused():
         lambda: Neighbours(vectors, labels, "a", "ab"),
         lambda: Neighbours(vectors, labels, "ab", "abc"),
         lambda: Neighbours(vectors[:0], labels[:0], "", ""),
-        lambda: Neighbours(vectors, labels, "ab", "ab", "loud"),  # type: ignore[arg-type]
         lambda: Neighbours(vectors * np.nan, labels, "ab", "ab"),
-        lambda: Neighbours(vectors, labels, "ab", "ab", "ridge-labels"),
     ):
-        with pytest.raises(
-            ValueError, match=r"same queries|unknown vote|finite|vote by their words"
-        ):
+        with pytest.raises(ValueError, match=r"same queries|finite"):
             wrong()
 
 
@@ -230,9 +210,7 @@ def test_votes_alone_are_sorted_votes(rng):
         assert ranked.rows[b].tolist() == best + [-1] * (5 - len(best))
 
 
-def _slow_predict(
-    parts: dict, i: int, k: int, exclude: list[str], space: str, normalize: bool, vote: str
-):
+def _slow_predict(parts: dict, i: int, k: int, exclude: list[str], space: str, normalize: bool):
     """All labels of one query, scored one by one: (score, label row, votes), best first."""
     model = parts["model"]
     de, clf = model.encode_queries(
@@ -243,7 +221,7 @@ def _slow_predict(
     de_D = None if de is None else de[i]
     clf_D = None if clf is None else clf[i]
     searched = clf_D if de_D is None else de_D
-    votes = slow_votes(searched, own.vectors_MD, labels, len(UIDS), 7, vote)
+    votes = slow_votes(searched, own.vectors_MD, labels, len(UIDS), 7)
     out = []
     for j, uid in enumerate(UIDS):
         if uid in exclude:
@@ -258,21 +236,27 @@ BY_MODEL = {
     f"neighbours/{name}" for name in ("vectors.npy", "indptr.npy", "labels.npy", "queries.arrow")
 }
 SYSTEMS = [
-    ("both", "both", True, False, "square"),
-    ("both", "both", False, True, "softmax"),
-    ("both", "clf", False, False, "square"),
-    ("de", "de", True, False, "softmax"),
-    ("clf", "clf", True, False, "square"),
+    ("both", "both", True, False),
+    ("both", "both", False, True),
+    ("both", "clf", False, False),
+    ("de", "de", True, False),
+    ("clf", "clf", True, False),
 ]
 
 
 @pytest.mark.usefixtures("stub_model")
-@pytest.mark.parametrize(("heads", "space", "normalize", "bias", "vote"), SYSTEMS)
+@pytest.mark.parametrize(("heads", "space", "normalize", "bias"), SYSTEMS)
 def test_a_bundle_predicts_as_a_loop_over_labels_and_training_queries(
-    rng, tmp_path, heads, space, normalize, bias, vote
+    rng, tmp_path, heads, space, normalize, bias
 ):
     parts = write_tiny_bundle(
-        tmp_path / "b", rng, heads=heads, space=space, clf_normalize=normalize, bias=bias, vote=vote
+        tmp_path / "b",
+        rng,
+        heads=heads,
+        space=space,
+        clf_normalize=normalize,
+        bias=bias,
+        votes=True,
     )
     bundle = Bundle.load(tmp_path / "b")
     assert bundle.info.knn is not None and bundle.info.knn.space == (
@@ -282,7 +266,7 @@ def test_a_bundle_predicts_as_a_loop_over_labels_and_training_queries(
     for k in (1, 4, 12, 40):
         found = bundle.predict(QUERIES, k=k, exclude=exclude, batch_size=4)
         for i, got in enumerate(found):
-            expected = _slow_predict(parts, i, k, exclude[i], space, normalize, vote)
+            expected = _slow_predict(parts, i, k, exclude[i], space, normalize)
             assert len(got.labels) == len(got.titles) == len(got.knn_scores) == len(expected)
             np.testing.assert_allclose(
                 got.scores, [row[0] for row in expected], rtol=2e-3, atol=1e-4
@@ -305,7 +289,7 @@ def test_a_bundle_predicts_as_a_loop_over_labels_and_training_queries(
 @pytest.mark.usefixtures("stub_model")
 def test_votes_can_lift_a_label_far_below_the_heads_best(rng, tmp_path):
     """The candidates hold voted labels that no search for k labels would bring."""
-    write_tiny_bundle(tmp_path / "with", rng, vote="square", knn_weight=100.0)
+    write_tiny_bundle(tmp_path / "with", rng, votes=True, knn_weight=100.0)
     bundle = Bundle.load(tmp_path / "with")
     tokens = encode_texts(QUERIES, bundle.model.tokenizer_folder, 8)
     de, clf = bundle.model.encode_queries(tokens, np.arange(len(QUERIES)))
@@ -318,7 +302,7 @@ def test_votes_can_lift_a_label_far_below_the_heads_best(rng, tmp_path):
 
 @pytest.mark.usefixtures("stub_model")
 def test_the_batch_and_what_is_excluded_do_not_change_a_score(rng, tmp_path):
-    write_tiny_bundle(tmp_path / "b", rng, vote="square")
+    write_tiny_bundle(tmp_path / "b", rng, votes=True)
     bundle = Bundle.load(tmp_path / "b")
     whole, pieces = (bundle.predict_arrays(QUERIES * 9, k=12, batch_size=size) for size in (100, 5))
     np.testing.assert_allclose(whole.scores, pieces.scores, rtol=1e-5, atol=1e-6)
@@ -342,7 +326,7 @@ def test_the_batch_and_what_is_excluded_do_not_change_a_score(rng, tmp_path):
 @pytest.mark.usefixtures("stub_model")
 def test_what_is_written_is_read_and_two_writings_are_the_same(tmp_path):
     for name in ("one", "two"):
-        parts = write_tiny_bundle(tmp_path / name / "b", np.random.default_rng(5), vote="softmax")
+        parts = write_tiny_bundle(tmp_path / name / "b", np.random.default_rng(5), votes=True)
     assert folder_sha256(tmp_path / "one" / "b") == folder_sha256(tmp_path / "two" / "b")
     assert set(read_manifest(tmp_path / "one" / "b", KIND, VERSION)["files"]) & FILES == BY_MODEL
     bundle = Bundle.load(tmp_path / "one" / "b")
@@ -374,7 +358,7 @@ def test_what_is_written_is_read_and_two_writings_are_the_same(tmp_path):
 
 
 def test_neighbours_that_do_not_fit_the_bundle_are_not_written(rng, tmp_path):
-    neighbours, _ = random_neighbours(rng, 5, 12, 6, "square")
+    neighbours, _ = random_neighbours(rng, 5, 12, 6)
     knn = KnnInfo.of(neighbours, 0.5)
     for num, dim, info, voters, message in (
         (11, 6, knn, neighbours, "number of labels"),
@@ -395,7 +379,7 @@ def test_neighbours_that_do_not_fit_the_bundle_are_not_written(rng, tmp_path):
 
 @pytest.fixture
 def voting(tmp_path, stub_model) -> Path:
-    write_tiny_bundle(tmp_path / "b", np.random.default_rng(2), vote="square")
+    write_tiny_bundle(tmp_path / "b", np.random.default_rng(2), votes=True)
     return Path(tmp_path / "b")
 
 
@@ -411,7 +395,7 @@ def _refused(folder: Path, name: str) -> None:
 def test_damage_is_found(voting, name, tmp_path):
     if name not in BY_MODEL:
         write_tiny_bundle(
-            tmp_path / "b", np.random.default_rng(2), vote="square", by_words=True, fused=True
+            tmp_path / "b", np.random.default_rng(2), votes=True, by_words=True, fused=True
         )
     whole = (voting / name).read_bytes()
     flipped = bytearray(whole)
@@ -498,7 +482,7 @@ def test_a_bundle_json_that_contradicts_the_votes(voting, changes):
 
 def test_votes_of_a_head_that_is_not_there(tmp_path, stub_model):
     write_tiny_bundle(
-        tmp_path / "b", np.random.default_rng(2), heads="clf", space="clf", vote="square"
+        tmp_path / "b", np.random.default_rng(2), heads="clf", space="clf", votes=True
     )
     info = json.loads((tmp_path / "b" / "bundle.json").read_text())
     info["knn"]["space"] = "de"

@@ -177,6 +177,18 @@ def ridge_votes(row, kernel, target, num):
     return np.maximum(inverse @ row[near] @ target[near], 0)
 
 
+def voted_labels(labels):
+    """What each training query and, after them, each label's text votes for."""
+    num = labels.shape[1]
+    target = np.vstack([labels, np.eye(num)]).astype(float)
+    together = labels.T.astype(float) @ labels
+    for label in range(num):
+        for other in set(range(num)) - {label}:
+            share = together[label, other] / max(together[label, label], 1)
+            target[len(labels) + label, other] = share / 2 if share >= 0.1 else 0.0
+    return target
+
+
 def test_neighbours_by_words_as_a_loop_says(rng, tiny_bert, vocabulary, monkeypatch):
     texts = [rng.choice(len(vocabulary), 6) for _ in range(50)]
     asked = [
@@ -188,49 +200,25 @@ def test_neighbours_by_words_as_a_loop_says(rng, tiny_bert, vocabulary, monkeypa
     own = space.vectors(*ragged(texts))
     query = space.vectors(*ragged(asked))
     labels = rng.random((50, 8)) < 0.3
-    near = Neighbours(
-        own, csr_matrix(labels), range_of("q", 50), range_of("text", 50), "square", space
-    )
     stored = own.copy()
     stored.data = own.data.astype(np.float16).astype(np.float32)
-    votes = dense_votes(near.votes(query, 7))
-    dense = (query @ stored.T).toarray()
-    for row, got in zip(dense, votes, strict=True):
-        expected = sum(row[m] ** 2 * labels[m] for m in nearest_first(row, 7))
-        np.testing.assert_allclose(got, expected / max(expected.max(), 1e-30), atol=1e-5)
-    assert not votes[-1].any()  # no word, no vote
-    ridge = Neighbours(
-        own, csr_matrix(labels), range_of("q", 50), range_of("text", 50), "ridge", space
-    )
-    kernel = (stored @ stored.T).toarray()
-    for row, got in zip(dense, dense_votes(ridge.votes(query, 7)), strict=True):
-        np.testing.assert_allclose(got, ridge_votes(row, kernel, labels, 7), atol=1e-5)
     label_words = space.vectors(*ragged([rng.choice(len(vocabulary), 3) for _ in range(8)]))
-    more = Neighbours(
-        own,
-        csr_matrix(labels),
-        range_of("q", 50),
-        range_of("t", 50),
-        "ridge-labels",
-        space,
-        label_words,
-    )
+    of_queries = csr_matrix(labels), range_of("q", 50), range_of("text", 50), space
+    more = Neighbours(own, *of_queries, label_words)
     every = np.vstack([stored.toarray(), more.label_words_LF.toarray()])
-    target = np.vstack([labels, np.eye(8)])
-    for label in range(8):
-        for other in set(range(8)) - {label}:
-            share = (labels[:, label] & labels[:, other]).sum() / max(labels[:, label].sum(), 1)
-            target[50 + label, other] = share / 2 if share >= 0.1 else 0.0
+    target = voted_labels(labels)
     dense = query @ every.T
     kernel = every @ every.T
-    for row, got in zip(dense, dense_votes(more.votes(query, 20)), strict=True):
+    votes = dense_votes(more.votes(query, 20))
+    for row, got in zip(dense, votes, strict=True):
         np.testing.assert_allclose(got, ridge_votes(row, kernel, target, 20), atol=1e-5)
+    assert not votes[-1].any()  # no word, no vote
     assert (more.nearest(query, 58)[1] >= 50).any()
     assert more.num_queries == 50
     with pytest.raises(ValueError, match="a column for each word"):
-        Neighbours(
-            own[:, 1:], csr_matrix(labels), range_of("q", 50), range_of("t", 50), "square", space
-        )
+        Neighbours(own[:, 1:], *of_queries, label_words)
+    with pytest.raises(ValueError, match="vote by their words"):
+        Neighbours(own, *of_queries)
 
 
 def range_of(name: str, num: int) -> list[str]:
@@ -241,7 +229,7 @@ def range_of(name: str, num: int) -> list[str]:
 @pytest.mark.parametrize("heads", ["both", "de", "clf"])
 def test_a_bundle_whose_training_queries_are_compared_by_words(rng, tmp_path, heads):
     parts = write_tiny_bundle(
-        tmp_path / "b", rng, heads=heads, space=heads, vote="square", by_words=True
+        tmp_path / "b", rng, heads=heads, space=heads, votes=True, by_words=True
     )
     own = parts["neighbours"]
     bundle = Bundle.load(tmp_path / "b")
@@ -254,21 +242,18 @@ def test_a_bundle_whose_training_queries_are_compared_by_words(rng, tmp_path, he
     texts = [text.split() for text in own.titles.to_pylist()]
     idf = slow_space(texts)
     vectors = [slow_vector(text, idf) for text in texts]
-    labels = own.labels_ML.toarray()
+    encoded = [words_known(title) for title in TITLES]
+    vectors += [slow_vector(words, idf) for words in encoded]
+    kernel = np.array([[cosine(one, other) for other in vectors] for one in vectors])
+    target = voted_labels(own.labels_ML.toarray())
     found = bundle.predict(QUERIES, k=len(UIDS), batch_size=2)
     tokens = encode_texts(QUERIES, bundle.model.tokenizer_folder, 8)
     de, clf = bundle.model.encode_queries(tokens, np.arange(len(QUERIES)))
     plain_scores, plain_rows = bundle.index.search(_query(bundle, de, clf), len(UIDS))
     for i, (text, got) in enumerate(zip(QUERIES, found, strict=True)):
-        # a word that the tokenizer does not know is one token, [UNK], which is a word like any
-        # other here
-        mine = slow_vector(
-            [word if word in WORDS else "<unknown>" for word in text.split()][:8], idf
-        )
+        mine = slow_vector(words_known(text), idf)
         near = np.array([cosine(mine, other) for other in vectors])
-        nearest = sorted(range(len(near)), key=lambda m: (-round(near[m], 6), m))[:7]
-        votes = sum((near[m] ** 2 * labels[m] for m in nearest), np.zeros(len(UIDS)))
-        votes = votes / max(votes.max(), 1e-30)
+        votes = ridge_votes(near.round(6), kernel, target, 7)
         heads_score = dict(zip(plain_rows[i].tolist(), plain_scores[i].tolist(), strict=True))
         for uid, score, vote in zip(got.labels, got.scores, got.knn_scores, strict=True):
             row = UIDS.index(uid)
@@ -276,6 +261,11 @@ def test_a_bundle_whose_training_queries_are_compared_by_words(rng, tmp_path, he
             expected = heads_score[row] + 0.7 * vote
             assert score == pytest.approx(expected, abs=1e-4)
     assert len(found[0].labels) == len(TITLES)
+
+
+def words_known(text: str) -> list[str]:
+    """A word that the tokenizer does not know is one token, [UNK], a word like any other here."""
+    return [word if word in WORDS else "<unknown>" for word in text.split()][:8]
 
 
 def _query(bundle, de, clf):
@@ -288,7 +278,7 @@ def test_two_writings_are_the_same_and_damage_is_named(tmp_path):
         write_tiny_bundle(
             tmp_path / name / "b",
             np.random.default_rng(5),
-            vote="square",
+            votes=True,
             by_words=True,
             fused=True,
         )

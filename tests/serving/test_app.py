@@ -98,7 +98,7 @@ def test_a_query_passes_few_files(tmp_path: Path, rng: np.random.Generator) -> N
     """
     calibration = Calibration(scores=[-5.0, 5.0], probabilities=[0.25, 0.75])
     options = {
-        "vote": "ridge-labels",
+        "votes": True,
         "by_words": True,
         "fused": True,
         "stacked": True,

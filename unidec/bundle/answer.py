@@ -60,7 +60,7 @@ class LabelQuery:
 @dataclass(frozen=True)
 class TrainingQuery:
     """A training query similar to the query: its `cosine`, the weight of its votes (`vote`, which
-    can be negative for "ridge" and "ridge-labels"), and (uid, title) of each of its `labels`.
+    can be negative for "ridge-labels"), and (uid, title) of each of its `labels`.
     """
 
     uid: str

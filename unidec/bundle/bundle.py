@@ -8,7 +8,7 @@ params.yaml.
     index.faiss     label index over the searched space
     labels.arrow    uid and title of each label
     neighbours/     if training queries vote: their vectors float16 [M, D] or words (CSR), labels
-                    (CSR), uids and titles; with words, optionally those of the label texts (CSR)
+                    (CSR), uids and titles; with words, those of the label texts (CSR)
     manifest.json   size and sha256 of each file
 
 Legend: B queries, L labels, K results, M training queries, D width of a head.

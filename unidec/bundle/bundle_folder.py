@@ -150,7 +150,7 @@ def write_bundle(
             np.save(_vectors_file(out.path, name), array)
         write_texts_table(out.path / "labels.arrow", table)
         if neighbours is not None:
-            write_neighbours(out.path, neighbours, info.has_label_words)
+            write_neighbours(out.path, neighbours)
         index.save(out.path / INDEX)
         info = info.model_copy(update={"index_bytes": (out.path / INDEX).stat().st_size})
         write_json(out.path / "bundle.json", info.model_dump())

@@ -151,8 +151,8 @@ class BundleInfo(BaseModel):
             raise ValueError(
                 f"training queries are compared in the space of a missing head: {knn.space}"
             )
-        if knn.vote == "ridge-labels" and not by_words:
-            raise ValueError("labels vote by their words, but queries are not compared by words")
+        if (knn.vote == "ridge-labels") != by_words:
+            raise ValueError("labels vote if, and only if, queries are compared by words")
         if not knn.weight and fusion is None:
             raise ValueError("the votes have weight 0, and there is no fusion that uses them")
         if fusion is not None and fusion.words is not None:
@@ -165,9 +165,3 @@ class BundleInfo(BaseModel):
     def index_spec(self) -> IndexSpec:
         """Kind and numbers of the index."""
         return IndexSpec(kind=self.index_kind, **self.index_options.model_dump())
-
-    @property
-    def has_label_words(self) -> bool:
-        """Whether the words of the label texts are stored beside those of the training queries."""
-        labels_vote = self.knn is not None and self.knn.vote == "ridge-labels"
-        return self.fusion is not None or labels_vote

@@ -90,7 +90,6 @@ def with_example_voters(
         labels_ML + more_ML,
         voters.uids.to_pylist() + [f"example {number + 1}" for number in new_N.tolist()],
         voters.titles.to_pylist() + [texts[number] for number in new_N.tolist()],
-        vote=voters.vote,
         words=voters.words,
         label_words_LF=voters.label_words_LF,
     )

@@ -432,7 +432,6 @@ def _remapped_neighbours(bundle: Bundle, change: LabelChange) -> Neighbours | No
         labels_ML[kept_queries],
         neighbours.uids.take(pa.array(kept_queries)),
         neighbours.titles.take(pa.array(kept_queries)),
-        vote=neighbours.vote,
         words=words,
         label_words_LF=label_words,
     )

@@ -1,5 +1,5 @@
 """A bundle's training queries that vote (`ranking/neighbours.py`), in the folder neighbours/: their
-vectors or words, labels, uids and titles; with words, optionally the words of the label texts.
+vectors or words, labels, uids and titles; with words, those of the label texts.
 
 Legend: M training queries, L labels, D width of a head, F words and C columns of their vectors.
 """
@@ -29,8 +29,7 @@ _QUERIES = "queries.arrow"
 FILES = frozenset(
     f"{_FOLDER}/{name}" for name in (*_LABELS, _VECTORS, *_WORDS, *_SPACE, *_LABEL_WORDS, _QUERIES)
 )
-"""All files that the folder may hold: either vectors.npy or the word files, optionally with those
-of the labels.
+"""All files that the folder may hold: either vectors.npy or the word files.
 """
 # large_string: the titles of many queries exceed the 2 GB limit of a string column
 _QUERY_SCHEMA = pa.schema(
@@ -41,10 +40,8 @@ _QUERY_SCHEMA = pa.schema(
 )
 
 
-def write_neighbours(root: Path, neighbours: Neighbours, label_words: bool) -> None:
-    """Write `FILES` below a bundle's folder, deterministically; `label_words`: also the label
-    texts' vectors.
-    """
+def write_neighbours(root: Path, neighbours: Neighbours) -> None:
+    """Write `FILES` below a bundle's folder, deterministically."""
     folder = root / _FOLDER
     folder.mkdir()
     arrays = csr_arrays(_LABELS, neighbours.labels_ML)
@@ -54,8 +51,6 @@ def write_neighbours(root: Path, neighbours: Neighbours, label_words: bool) -> N
     else:
         arrays |= csr_arrays(_WORDS, neighbours.vectors_MD)
         arrays |= zip(_SPACE, (words.keys_F, words.idf_F), strict=True)
-    if label_words:
-        assert neighbours.label_words_LF is not None
         arrays |= csr_arrays(_LABEL_WORDS, neighbours.label_words_LF)
     for name, array in arrays.items():
         np.save(folder / name, np.ascontiguousarray(array), allow_pickle=False)
@@ -93,15 +88,13 @@ def read_neighbours(root: Path, info: BundleInfo, tokenizer_folder: Path) -> Nei
         except ValueError as error:
             raise damaged("the words are damaged", keys, error) from error
         vectors = read_csr(folder, _WORDS, (num_queries, words.num_columns))
-        if info.has_label_words:
-            label_words = read_csr(folder, _LABEL_WORDS, (num_labels, words.num_columns))
+        label_words = read_csr(folder, _LABEL_WORDS, (num_labels, words.num_columns))
     table = read_texts_table(folder / _QUERIES, _QUERY_SCHEMA, num_queries)
     return Neighbours(
         vectors,
         labels_ML,
         table["uid"],
         table["title"],
-        vote=knn.vote,
         words=words,
         label_words_LF=label_words,
     )

@@ -164,5 +164,5 @@ def _voters(bundle: Bundle, dataset: XMCDataset) -> Neighbours | None:
     of_labels = bundle.model.tokens(label_texts, "labels")
     by: NeighboursBy = "model" if bundle.words is None else "words"
     return training_neighbours(
-        bundle.model, dataset, "fp32", knn.vote, by, (of_queries, of_labels), knn.word_head
+        bundle.model, dataset, "fp32", by, (of_queries, of_labels), knn.word_head
     )

@@ -30,7 +30,7 @@ from unidec.ranking.exact_index import ExactIndex
 from unidec.ranking.fusion import CANDIDATES, Fusion, LabelEvidence
 from unidec.ranking.heads import Heads, PairScores, Ranked, unit_rows
 from unidec.ranking.index import ROWS_AT_ONCE
-from unidec.ranking.neighbours import Neighbours, Vote
+from unidec.ranking.neighbours import Neighbours
 from unidec.ranking.query_encoder import Encoded
 from unidec.ranking.ranker import Ranker, Voting
 from unidec.training.precision import autocast_type
@@ -46,8 +46,6 @@ CLF_WEIGHTS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)
 QUERIES_AT_ONCE = 2048  # bounds memory: the votes of a query take some kilobytes
 KNN_WEIGHTS = (0.0, 0.025, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1, 1.6, 2.2, 3.2)
 NeighboursBy = Literal["model", "words"]
-# measured: benchmarks/results/votes.md
-VOTE: dict[NeighboursBy, Vote] = {"model": "softmax", "words": "ridge-labels"}
 TAILS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
 # points of the objective that weight on rare labels may cost; far below the objective's noise
 TAIL_TOLERANCE = 0.1
@@ -174,7 +172,6 @@ class Ranking:
             sp.vstack([neighbours.labels_ML, self.truth > 0], format="csr"),
             joined_texts(neighbours.uids, uids),
             joined_texts(neighbours.titles, titles),
-            vote=neighbours.vote,
             words=neighbours.words,
             label_words_LF=neighbours.label_words_LF,
         )
@@ -241,7 +238,6 @@ def training_neighbours(
     model: UniDEC,
     dataset: XMCDataset,
     precision: str,
-    vote: Vote | None = None,
     by: NeighboursBy = "model",
     tokens: tuple[Tokens, Tokens] | None = None,
     word_head: int = 0,
@@ -262,8 +258,7 @@ def training_neighbours(
 
     rows = dataset.rows("train")
     labels = truth_of(dataset, rows)
-    vote = vote or VOTE[by]
-    facts = (labels, *dataset.query_columns(rows), vote)
+    facts = (labels, *dataset.query_columns(rows))
     build = None
     amp = autocast_type(precision, model.device)
     if tokens is None:

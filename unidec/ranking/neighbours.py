@@ -6,15 +6,15 @@ head (or number of words), T votes of all queries, E labels of those votes.
     votes(x, l) = sum over the N nearest m of w_m(x) y_ml       y_ml is 1 for a label of m, else 0
     score(x, l) = heads(x, l) + weight * votes(x, l)
 
-- ridge: w(x) = (K + I)^-1 k(x), where k holds the positive cosines between x and its neighbours,
-  and K the cosines between those neighbours: kernel ridge regression of the labels on the
-  neighbours alone. Near-duplicate neighbours share one vote.
-- ridge-labels: as ridge, but each label's text is an additional voter. It votes for its label with
-  weight 1, and for co-occurring labels with `COMPANION` times the share of its training queries
-  that also have that label.
-- square and softmax: w_m = cos^2, or exp((cos - largest cos) / 0.05), for positive cosines. These
-  votes are divided by the query's largest vote before labels are excluded, so that a label's score
-  does not depend on the exclusions.
+Compared by vectors, w_m = exp((cos - largest cos) / 0.05) for positive cosines ("softmax"). These
+votes are divided by the query's largest vote before labels are excluded, so that a label's score
+does not depend on the exclusions.
+
+Compared by words, w(x) = (K + I)^-1 k(x), where k holds the positive cosines between x and its
+neighbours, and K the cosines between those neighbours ("ridge-labels"): kernel ridge regression of
+the labels on the neighbours alone. Near-duplicate neighbours share one vote. Each label's text is
+an additional voter: it votes for its label with weight 1, and for co-occurring labels with
+`COMPANION` times the share of its training queries that also have that label.
 
 Sources: local learning (Bottou and Vapnik 1992) with the dual form of ridge regression (Saunders et
 al. 1998); the distance-weighted vote of nearest neighbours (Dudani 1976); interpolation of a model
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import threading
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -51,8 +51,7 @@ from unidec.ranking.sparse import (
     keep_largest,
 )
 
-Vote = Literal["square", "softmax", "ridge", "ridge-labels"]
-VOTES: tuple[Vote, ...] = get_args(Vote)
+Vote = Literal["softmax", "ridge-labels"]
 RIDGE = 1.0  # measured: benchmarks/results/votes.md
 TEMPERATURE = 0.05  # of the softmax vote; close to the temperature of the heads' own softmax
 _MOST_PRODUCTS = 1 << 20  # of neighbours with each other, in systems that are solved together
@@ -71,15 +70,13 @@ class Neighbours:
             float16, unit length), or CSR word vectors if `words` is given.
         labels_ML: CSR [M, L], labels of the queries (relevance above 0); each label counts once.
         uids, titles: of the M queries.
-        vote: weight of a neighbour's vote as a function of its cosine; one of `VOTES`.
         words: the word space of `vectors_MD`; None if the vectors are in a head's space.
+        label_words_LF: with words: CSR word vectors of the label texts.
         part: the part of the word vectors that is compared; see `WordSpace.part`.
-        label_words_LF: CSR word vectors of the label texts; None if they are not stored.
-        "ridge-labels" needs them.
 
     Raises:
         ValueError: the number of queries differs between the arguments or is 0, numbers are not
-            finite, the vote is unknown, or labels vote without word vectors.
+            finite, or the word vectors of queries or labels do not fit the words.
     """
 
     def __init__(
@@ -88,16 +85,12 @@ class Neighbours:
         labels_ML: csr_matrix,
         uids: Any,
         titles: Any,
-        vote: Vote = "softmax",
         words: WordSpace | None = None,
         label_words_LF: csr_matrix | None = None,
         part: int = 0,
     ) -> None:
-        if vote not in VOTES:
-            raise ValueError(f"unknown vote {vote!r}, expected one of {', '.join(VOTES)}")
         self.uids = text_array(uids, pa.large_string())
         self.titles = text_array(titles, pa.large_string())
-        self.vote = vote
         self.words = words
         self.part = part
         values = vectors_MD if words is None else vectors_MD.data
@@ -117,21 +110,18 @@ class Neighbours:
         if len(counts) != 1 or 0 in counts:
             what = "vectors, labels, uids and titles must be of the same queries"
             raise ValueError(f"{what}, got {sorted(counts)}")
-        self.label_words_LF = label_words_LF
-        if label_words_LF is not None:
-            self.label_words_LF = _rounded_to_float16(label_words_LF)
+        self.label_words_LF: Any = None
         self.labels_ML = csr_matrix(labels_ML > 0, dtype=np.float32)
         self.labels_ML.sum_duplicates()
         self.labels_ML.data[:] = 1.0  # duplicates were summed
-        self.compared_MD = self.vectors_MD
-        if words is not None:
-            self.compared_MD = words.part(self.vectors_MD, part)
-        voting = self.compared_MD
+        self.compared_MD = voting = self.vectors_MD
         voted = self.labels_ML
-        if vote == "ridge-labels":
-            if words is None or label_words_LF is None:
+        if words is not None:
+            if label_words_LF is None:
                 raise ValueError("labels vote by their words, but those are missing")
-            voting = vstack([voting, self.compared_labels], format="csr")
+            self.label_words_LF = _rounded_to_float16(label_words_LF)
+            self.compared_MD = words.part(self.vectors_MD, part)
+            voting = vstack([self.compared_MD, self.compared_labels], format="csr")
             self._share_memory(voting)
             voted = vstack([voted, self._voted_by_labels()], format="csr")
         self.num_voters = voted.shape[0]
@@ -160,6 +150,11 @@ class Neighbours:
             self.label_words_LF = self.compared_labels
 
     @property
+    def vote(self) -> Vote:
+        """Weight of a neighbour's vote as a function of its cosine."""
+        return "softmax" if self.words is None else "ridge-labels"
+
+    @property
     def num_queries(self) -> int:
         """Number of training queries M."""
         return int(self.vectors_MD.shape[0])
@@ -185,7 +180,6 @@ class Neighbours:
             self.labels_ML,
             self.uids,
             self.titles,
-            vote=self.vote,
             words=self.words,
             label_words_LF=self.label_words_LF,
             part=1,
@@ -241,9 +235,7 @@ class Neighbours:
         """Weight of each neighbour's vote, float32 [B, N]; the arguments are the result of
         `nearest`.
         """
-        if self.vote == "square":
-            return np.square(np.maximum(cosine_BN, np.float32(0)))
-        if self.vote == "softmax":
+        if self.words is None:
             below_BN = cosine_BN - cosine_BN.max(axis=1, keepdims=True, initial=-1.0)
             weight_BN = np.exp(below_BN / np.float32(TEMPERATURE))
             return np.where(cosine_BN > 0, weight_BN, np.float32(0))
@@ -258,12 +250,8 @@ class Neighbours:
         """Only neighbours with a positive cosine vote: the others have an equation of their own."""
         is_near_BN = cosine_BN > 0
         near_BN = np.where(is_near_BN, row_BN, -1)
-        if self._products is not None:
-            kernel_BNN = self._products.of(near_BN)
-        else:
-            vectors_BND = self.vectors_MD[row_BN].astype(np.float32)
-            vectors_BND[~is_near_BN] = 0
-            kernel_BNN = vectors_BND @ vectors_BND.transpose(0, 2, 1)
+        assert self._products is not None
+        kernel_BNN = self._products.of(near_BN)
         kernel_BNN += np.float32(RIDGE) * np.identity(row_BN.shape[1], dtype=np.float32)
         cosine_BN1 = np.where(is_near_BN, cosine_BN, 0)[:, :, None]
         return np.linalg.solve(kernel_BNN, cosine_BN1)[:, :, 0]
@@ -294,9 +282,7 @@ class Neighbours:
         num = _count_votes(ballots, self._voters, self._of_labels.sums, key_T, vote_T)
         order = np.argsort(key_T[:num])
         votes = PairScores(key_T[order], vote_T[order], (len(row_BN), self.num_labels))
-        if self.vote in ("square", "softmax"):
-            return votes.relative()
-        return votes
+        return votes.relative() if self.words is None else votes
 
 
 def _rows(matrix: csr_matrix, begin: int, end: int) -> csr_matrix:
