@@ -191,7 +191,7 @@ def _environment(jobs: int) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
-        "MLFLOW_TRACKING_URI": tracking_uri("."),
+        "MLFLOW_TRACKING_URI": tracking_uri(),
         "OMP_WAIT_POLICY": waiting,
     }
 

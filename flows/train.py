@@ -236,7 +236,7 @@ def _own_folder(params: Params) -> Iterator[Params]:
     inside = Params.model_validate(nested(values))
     try:
         with (
-            lifecycle.environment("MLFLOW_TRACKING_URI", tracking_uri(".")),
+            lifecycle.environment("MLFLOW_TRACKING_URI", tracking_uri()),
             contextlib.chdir(folder),
         ):
             yield inside

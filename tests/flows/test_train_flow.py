@@ -405,7 +405,7 @@ def test_other_parameters_have_a_folder_of_their_own(run, stages, place, flow_mo
             data=params.data.path,
             epochs=params.optim.epochs,
         )
-        seen["uri"] = flow_module.tracking_uri(".")
+        seen["uri"] = flow_module.tracking_uri()
         return stages.called("ingest")
 
     stages.ingest = ingest

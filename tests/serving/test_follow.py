@@ -28,7 +28,7 @@ from unidec.serving.engine import Engine as RealEngine
 from unidec.serving.engine import Identity, Service
 from unidec.serving.follow import Follower, RegistryAway
 from unidec.serving.prometheus import follow_metrics
-from unidec.tracking.fetch import note_known
+from unidec.tracking.fetch import COPIES, note_known
 
 ALIAS = "models:/m@champion"
 
@@ -106,9 +106,8 @@ class Probes:
 class FollowingService:
     """A service, its follower, and what the follower sees."""
 
-    def __init__(self, root: Path, **settings: Any) -> None:
-        self.root = root
-        self.shelf = Shelf(root / "runs" / "bundles")
+    def __init__(self, **settings: Any) -> None:
+        self.shelf = Shelf(COPIES)
         self.probes = Probes()
         self.settings = Serve(**({"follow_seconds": 0.02, "timeout_seconds": 0.2} | settings))
         self.loaded: list[weakref.ref[Engine]] = []
@@ -121,7 +120,6 @@ class FollowingService:
             self.service,
             source,
             self.settings,
-            root=self.root,
             probe=self.probes,
             load=self.load,
             registry=self.shelf if source.startswith("models:") else None,
@@ -154,9 +152,14 @@ class FollowingService:
         self.until(lambda: self.shelf.looks >= aim)
 
 
+@pytest.fixture(autouse=True)
+def _working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
-def following(tmp_path: Path) -> Iterator[FollowingService]:
-    following = FollowingService(tmp_path)
+def following() -> Iterator[FollowingService]:
+    following = FollowingService()
     for version in "123":
         following.shelf.add(version)
     yield following
@@ -197,8 +200,8 @@ def test_the_alias_moves_and_moves_back(following):
     json.dumps(state)
 
 
-def test_without_a_previous_one_the_way_back_is_a_load(tmp_path):
-    following = FollowingService(tmp_path, keep_previous=False)
+def test_without_a_previous_one_the_way_back_is_a_load():
+    following = FollowingService(keep_previous=False)
     following.shelf.add("1"), following.shelf.add("2")
     following.start()
     for version in "212":
@@ -494,15 +497,15 @@ def test_a_start_with_a_champion_that_is_refused_serves_what_served_last(followi
     "note", ["", "[]", "{}", '{"version": 1}', '{"sha256": "../..", "version": "1"}']
 )
 def test_a_note_that_is_damaged_is_no_hindrance(following, note):
-    note_known(following.follower._copies, following.follower._uri, following.follower.source, {})
-    [file] = following.follower._copies.glob(".served-*.json")
+    note_known(COPIES, following.follower._uri, following.follower.source, {})
+    [file] = COPIES.glob(".served-*.json")
     file.write_text(note)
     following.start()
     assert following.version_that_answers() == "1"
 
 
 def test_a_folder_is_loaded_once(tmp_path):
-    following = FollowingService(tmp_path)
+    following = FollowingService()
     folder = tmp_path / "bundle"
     folder.mkdir()
     (folder / "about.json").write_text(json.dumps({"sha256": "a", "says": "a"}))
@@ -526,8 +529,8 @@ def test_a_folder_is_loaded_once(tmp_path):
     ],
     ids=["version", "never"],
 )
-def test_a_number_and_an_alias_not_to_be_followed_are_looked_up_once(tmp_path, source, seconds):
-    following = FollowingService(tmp_path, follow_seconds=seconds)
+def test_a_number_and_an_alias_not_to_be_followed_are_looked_up_once(source, seconds):
+    following = FollowingService(follow_seconds=seconds)
     following.shelf.add("1")
     following.begin(source)
     following.start()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers.working_folder import at
 
 from unidec.config import load_params, recorded
 from unidec.tracking.provenance import artifact_tags, code_tags, dvc_hash, uncommitted
@@ -78,11 +79,11 @@ def made_with(project: Path) -> dict[str, Any]:
 
 
 def test_only_what_decides_a_model_makes_it_dirty(project: Path) -> None:
-    clean = code_tags(project, made_with=made_with(project))
+    clean = at(project, code_tags, made_with=made_with(project))
     assert (
         clean["git.dirty"] == "false"
         and "git.changed" not in clean
-        and uncommitted(clean, project) == []
+        and at(project, uncommitted, clean) == []
     )
     (project / "data/start.json").write_text("{}")
     write(project / "outputs/metrics.json", "{}")
@@ -94,18 +95,22 @@ def test_only_what_decides_a_model_makes_it_dirty(project: Path) -> None:
     )
     write(project / "params.yaml", text)
     (project / "unidec/model.py").touch()
-    assert code_tags(project, made_with=made_with(project))["git.dirty"] == "false"
+    assert at(project, code_tags, made_with=made_with(project))["git.dirty"] == "false"
     write(project / "data/raw/queries.csv", "id,text\nq1,a\n")  # has a hash of its own
     (project / "unidec/model.py").write_text("x = 2\n")
-    assert uncommitted(code_tags(project), project) == ["unidec/model.py"]
+    assert at(project, uncommitted, at(project, code_tags)) == ["unidec/model.py"]
 
 
 def test_parameters_count_by_value_with_their_recipe(project: Path) -> None:
     write(project / "params.yaml", "recipe: unidec\noptim: {epochs: 6}\n")
-    assert code_tags(project)["git.dirty"] == "false"  # the code alone
-    assert uncommitted(code_tags(project, made_with=made_with(project)), project) == ["params.yaml"]
+    assert at(project, code_tags)["git.dirty"] == "false"  # the code alone
+    assert at(project, uncommitted, at(project, code_tags, made_with=made_with(project))) == [
+        "params.yaml"
+    ]
     write(project / "params.yaml", "recipe: depsl\noptim: {epochs: 5}\n")
-    assert uncommitted(code_tags(project, made_with=made_with(project)), project) == ["params.yaml"]
+    assert at(project, uncommitted, at(project, code_tags, made_with=made_with(project))) == [
+        "params.yaml"
+    ]
     # a trial works in a folder of its own, with absolute paths to the project's models
     trial = project / "runs/own/abc"
     trial.mkdir(parents=True)
@@ -116,40 +121,40 @@ def test_parameters_count_by_value_with_their_recipe(project: Path) -> None:
     commit(project)
     params = made_with(project)
     params["encoder"]["start"] = str(project / params["encoder"]["start"])
-    assert code_tags(trial, made_with=params)["git.dirty"] == "false"
+    assert at(trial, code_tags, made_with=params)["git.dirty"] == "false"
     params["optim"]["epochs"] = 6
-    assert uncommitted(code_tags(trial, made_with=params), project) == ["params.yaml"]
+    assert at(project, uncommitted, at(trial, code_tags, made_with=params)) == ["params.yaml"]
 
 
 def test_what_was_committed_since_is_not_uncommitted_any_more(project: Path) -> None:
     write(project / "unidec/model.py", "from unidec import added\n")
     write(project / "unidec/added.py", "y = 1\n")  # not tracked yet
     write(project / "params.yaml", "recipe: unidec\noptim: {epochs: 6}\n")
-    tags = code_tags(project, made_with=made_with(project))
-    assert uncommitted(tags, project) == ["params.yaml", "unidec/model.py"]
+    tags = at(project, code_tags, made_with=made_with(project))
+    assert at(project, uncommitted, tags) == ["params.yaml", "unidec/model.py"]
     run(project, "git", "stash", "-q")
     # gone from here is not committed
-    assert uncommitted(tags, project) == ["params.yaml", "unidec/model.py"]
+    assert at(project, uncommitted, tags) == ["params.yaml", "unidec/model.py"]
     run(project, "git", "stash", "pop", "-q")
     run(project, "git", "add", "unidec/model.py")
     commit(project, ".")
-    assert uncommitted(tags, project) == []
+    assert at(project, uncommitted, tags) == []
     (project / "unidec/model.py").unlink()
-    deleted = code_tags(project)
-    assert uncommitted(deleted, project) == ["unidec/model.py"]
+    deleted = at(project, code_tags)
+    assert at(project, uncommitted, deleted) == ["unidec/model.py"]
     commit(project)
-    assert uncommitted(deleted, project) == []
-    assert uncommitted(tags, project) == ["unidec/model.py"]  # another commit, with other code
-    assert uncommitted({"git.dirty": "true"}, project) == ["changes that were not recorded"]
+    assert at(project, uncommitted, deleted) == []
+    assert at(project, uncommitted, tags) == ["unidec/model.py"]  # another commit, with other code
+    assert at(project, uncommitted, {"git.dirty": "true"}) == ["changes that were not recorded"]
 
 
 def test_where_git_cannot_say_nothing_is_said(
     project: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    assert not {"git.dirty", "mlflow.source.git.commit"} & code_tags(elsewhere).keys()
+    assert not {"git.dirty", "mlflow.source.git.commit"} & at(elsewhere, code_tags).keys()
     (project / ".git" / "index").write_bytes(b"damaged")
-    assert "git.dirty" not in code_tags(project)  # a status that failed is not a clean one
+    assert "git.dirty" not in at(project, code_tags)  # a status that failed is not a clean one
 
 
 def recorded_by_dvc(folder: Path) -> dict[str, str]:
@@ -172,35 +177,35 @@ def recorded_by_dvc(folder: Path) -> dict[str, str]:
 
 
 def test_a_tag_never_says_more_than_is_so(tmp_path: Path) -> None:
-    assert artifact_tags("data/raw", tmp_path) == {}
+    assert at(tmp_path, artifact_tags, "data/raw") == {}
     hashes = recorded_by_dvc(tmp_path)
     assert all(md5.endswith(".dir") for md5 in hashes.values())
     assert len(hashes) == 4
-    assert artifact_tags("data/raw/", tmp_path) == {
+    assert at(tmp_path, artifact_tags, "data/raw/") == {
         f"dvc.{path}": md5 for path, md5 in hashes.items()
     }
     shutil.rmtree(tmp_path / "outputs/model")
     kept = {f"dvc.{path}": md5 for path, md5 in hashes.items() if path != "outputs/model"}
-    assert artifact_tags("data/raw", tmp_path) == kept | {"dvc.differs": "outputs/model"}
+    assert at(tmp_path, artifact_tags, "data/raw") == kept | {"dvc.differs": "outputs/model"}
     only = {"dvc.outputs/bundle": hashes["outputs/bundle"]}
-    assert artifact_tags("data/raw", tmp_path, only=["outputs/bundle"]) == only
+    assert at(tmp_path, artifact_tags, "data/raw", only=["outputs/bundle"]) == only
     write(tmp_path / "outputs/bundle/x", "3")
     write(tmp_path / "data/dataset/more", "4")
-    assert artifact_tags("data/raw", tmp_path) == {
+    assert at(tmp_path, artifact_tags, "data/raw") == {
         "dvc.differs": "data/dataset, outputs/model, outputs/bundle"
     }
-    assert dvc_hash("data/dataset", tmp_path) == hashes["data/dataset"]
+    assert at(tmp_path, dvc_hash, "data/dataset") == hashes["data/dataset"]
 
 
 def test_where_dvc_cannot_say_nothing_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_lock(tmp_path, {"data/dataset": "1.dir"}, {"data/raw": "7.dir"})
-    assert artifact_tags("data/raw", tmp_path) == {"dvc.differs": "data/dataset"}
+    assert at(tmp_path, artifact_tags, "data/raw") == {"dvc.differs": "data/dataset"}
     assert "dvc data status" in caplog.text
 
 
 def test_a_path_that_is_no_name_of_a_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unidec.tracking.provenance.changed_outputs", lambda root: set())
+    monkeypatch.setattr("unidec.tracking.provenance.changed_outputs", set)
     write_lock(tmp_path, {"data/dataset": "1.dir"}, {"../raw (new)": "7.dir"})
-    assert artifact_tags("../raw (new)", tmp_path)["dvc.../raw _new_"] == "7.dir"
+    assert at(tmp_path, artifact_tags, "../raw (new)")["dvc.../raw _new_"] == "7.dir"

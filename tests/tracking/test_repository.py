@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers.working_folder import at
 
 from unidec.tracking import repository
 from unidec.tracking.provenance import code_tags, is_clean, uncommitted, unknown_code
@@ -97,27 +98,27 @@ def test_what_git_does_not_tell_is_unknown_with_its_own_fix(
     project: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert is_clean(code_tags(project))
-    assert code_tags(project)["git.dirty"] == "false"
+    assert is_clean(at(project, code_tags))
+    assert at(project, code_tags)["git.dirty"] == "false"
     fault(project, monkeypatch)
-    tags = code_tags(project)
+    tags = at(project, code_tags)
     assert "git.dirty" not in tags and not is_clean(tags)
     assert CASES[fault] in unknown_code(tags), tags
     trial = project / "runs/own/abc"
     trial.mkdir(parents=True)
-    assert unknown_code(code_tags(trial)), "also in a trial's folder"
+    assert unknown_code(at(trial, code_tags)), "also in a trial's folder"
 
 
 def test_no_repository_is_not_unknown(tmp_path: Path) -> None:
-    tags = code_tags(tmp_path)
+    tags = at(tmp_path, code_tags)
     assert is_clean(tags) and not unknown_code(tags) and "git.dirty" not in tags
 
 
 def test_a_repository_without_a_commit_has_everything_uncommitted(tmp_path: Path) -> None:
     run(tmp_path, "init", "-q")
-    tags = code_tags(tmp_path)
+    tags = at(tmp_path, code_tags)
     assert not is_clean(tags) and not unknown_code(tags)
-    assert uncommitted(tags, tmp_path) == ["every file"]
+    assert at(tmp_path, uncommitted, tags) == ["every file"]
 
 
 def test_a_shallow_and_an_exported_tree(
@@ -127,13 +128,13 @@ def test_a_shallow_and_an_exported_tree(
     run(project, "commit", "-qam", "two")
     shallow = tmp_path_factory.mktemp("clones") / "shallow"
     run(project, "clone", "-q", "--depth", "1", f"file://{project}", str(shallow))
-    assert is_clean(code_tags(shallow))
-    assert code_tags(shallow)["git.dirty"] == "false"
+    assert is_clean(at(shallow, code_tags))
+    assert at(shallow, code_tags)["git.dirty"] == "false"
     exported = shallow.with_name("exported")
     exported.mkdir()
     run(project, "archive", "--output", str(exported / "it.tar"), "HEAD")
     subprocess.run(["tar", "xf", "it.tar"], cwd=exported, check=True)
-    assert not repository.is_inside(exported) and is_clean(code_tags(exported))
+    assert not repository.is_inside(exported) and is_clean(at(exported, code_tags))
 
 
 def test_init_does_not_take_a_silent_repository_for_none(

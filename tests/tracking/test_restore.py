@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.working_folder import at
 
 from unidec.config import load_params, recorded
 from unidec.tracking.provenance import code_tags
@@ -42,10 +43,10 @@ class Project:
 
     def tags(self) -> dict[str, str]:
         made_with = recorded(load_params(self.folder / "params.yaml").model_dump())
-        return code_tags(self.folder, made_with=made_with)
+        return at(self.folder, code_tags, made_with=made_with)
 
     def point(self, tags: dict[str, str]) -> tuple[Any, list[str]]:
-        found = restore_point(tags, "run1", self.folder)
+        found = at(self.folder, restore_point, tags, "run1")
         return found.commit, found.missing
 
 
@@ -124,4 +125,4 @@ def test_what_cannot_be_known_is_not_claimed(
     assert project.point(tags) == (tags["mlflow.source.git.commit"], [])
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
     assert project.point(tags) == (tags["mlflow.source.git.commit"], [])
-    assert restore_point({}, None, project.folder).commit is None
+    assert at(project.folder, restore_point, {}, None).commit is None

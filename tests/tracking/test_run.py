@@ -9,6 +9,7 @@ import json
 import subprocess
 
 import pytest
+from helpers.working_folder import at
 
 import unidec.tracking.run as tracking
 from unidec.tracking.provenance import code_tags, dvc_hash
@@ -261,15 +262,18 @@ def test_several_first_starts_at_once(tmp_path, warm_python):
 
 def test_addresses(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    assert tracking_uri(tmp_path) == f"sqlite:///{tmp_path}/mlflow/mlflow.db"
+    assert at(tmp_path, tracking_uri) == f"sqlite:///{tmp_path}/mlflow/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking.test:5000")
-    assert tracking_uri(tmp_path) == "http://tracking.test:5000"
+    assert at(tmp_path, tracking_uri) == "http://tracking.test:5000"
     assert sqlite_path(tracking_uri()) is None
     assert metric_name("head/R@10") == "head/R_at_10"
 
 
 def test_code_tags_and_dvc_hash(tmp_path):
-    assert set(code_tags(tmp_path)) - {"mlflow.user"} == {"unidec.version", "mlflow.source.name"}
+    assert set(at(tmp_path, code_tags)) - {"mlflow.user"} == {
+        "unidec.version",
+        "mlflow.source.name",
+    }
     git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@t.test"]
     subprocess.run([*git, "init", "-q"], check=True)
     (tmp_path / "unidec").mkdir()
@@ -280,18 +284,17 @@ def test_code_tags_and_dvc_hash(tmp_path):
     )
     subprocess.run([*git, "add", "-A"], check=True)
     subprocess.run([*git, "commit", "-qm", "one"], check=True)
-    assert code_tags(tmp_path)["git.dirty"] == "false"
+    assert at(tmp_path, code_tags)["git.dirty"] == "false"
     with (tmp_path / "dvc.lock").open("a") as lock:
         lock.write("# rewritten by the pipeline\n")
-    tags = code_tags(tmp_path)
+    tags = at(tmp_path, code_tags)
     assert tags["git.dirty"] == "false"
     assert len(tags["mlflow.source.git.commit"]) == 40
     assert len(tags["dvc.lock.sha256"]) == 64
     (tmp_path / "unidec" / "code.py").write_text("2\n")
-    assert code_tags(tmp_path)["git.dirty"] == "true"
-    assert dvc_hash("data/dataset", tmp_path) == "0ab.dir"
-    assert dvc_hash("data/other", tmp_path) is None
-    assert dvc_hash("x", tmp_path / "none") is None
+    assert at(tmp_path, code_tags)["git.dirty"] == "true"
+    assert at(tmp_path, dvc_hash, "data/dataset") == "0ab.dir"
+    assert at(tmp_path, dvc_hash, "data/other") is None
 
 
 @pytest.mark.parametrize("note", [b"[1]", b"3", b'{"run_id": "\xff"}', b'{"run_key": "x"}', b"{"])

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from helpers.ports import free_port
+from helpers.working_folder import at
 
 from unidec.tracking.store import tracking_uri, ui_url
 
@@ -130,13 +131,13 @@ def test_a_port_that_is_in_use_is_named(project):
 
 
 def test_a_run_has_an_address_where_a_server_is_named(project, monkeypatch):
-    assert ui_url(tracking_uri(project), "1", RUN) is None
+    assert ui_url(at(project, tracking_uri), "1", RUN) is None
     assert (
         ui_url("http://u:p@host:5000", "1", RUN) == f"http://host:5000/#/experiments/1/runs/{RUN}"
     )
     monkeypatch.setenv("UNIDEC_MLFLOW_UI", "https://mlflow.example.com/")
     assert (
-        ui_url(tracking_uri(project), "1", RUN)
+        ui_url(at(project, tracking_uri), "1", RUN)
         == f"https://mlflow.example.com/#/experiments/1/runs/{RUN}"
     )
 

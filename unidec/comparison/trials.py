@@ -330,7 +330,7 @@ class Search:
         tags["mlflow.runName"] = f"{subject.name} {name}"
         if self.tracker.run_id:
             tags["mlflow.parentRunId"] = self.tracker.run_id
-        environment = {"MLFLOW_TRACKING_URI": tracking_uri("."), **subject.environment}
+        environment = {"MLFLOW_TRACKING_URI": tracking_uri(), **subject.environment}
         environment[RUN_TAGS] = json.dumps(tags | dict(subject.tags))
         ending = threading.Event()
         seen = 0

@@ -117,7 +117,7 @@ class Ranking:
         encoded = replace(
             encoded, de_BD=cut("de", encoded.de_BD), clf_BD=cut("clf", encoded.clf_BD)
         )
-        vectors = {head: cut(head, array) for head, array in self.vectors.items()}
+        vectors: dict[str, Any] = {h: cut(h, array) for h, array in self.vectors.items()}
         return replace(self, encoded=encoded, vectors=vectors)
 
     def with_words(self, words: WordSpace | None) -> Ranking:

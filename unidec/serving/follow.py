@@ -134,7 +134,6 @@ class Follower:
 
     Args:
         source: a folder, `models:/name@alias` or `models:/name/version`. Only an alias is polled.
-        root: the project; copies of bundles are kept in its `runs/bundles`.
         registry, probe, load: replace the real ones in tests.
 
     Attributes:
@@ -152,7 +151,6 @@ class Follower:
         source: str,
         settings: Serve,
         *,
-        root: Path | str = ".",
         registry: Registry | None = None,
         probe: Callable[[Path, Serve], Probe] = probe_as_served,
         load: Callable[[Path, Serve, Identity | None], Engine] = Engine.load,
@@ -163,10 +161,9 @@ class Follower:
         self.address = parse_address(source)
         self.found: Future[None] = Future()
         self.first: Future[Identity] = Future()
-        self._copies = Path(root) / COPIES
-        self._uri = tracking_uri(root) if self.address else ""
+        self._uri = tracking_uri() if self.address else ""
         if registry is None and self.address is not None:
-            registry = Registry(self.address, self._copies, self._uri)
+            registry = Registry(self.address, COPIES, self._uri)
         self._registry = registry
         self._probe = probe
         self._load = load
@@ -236,7 +233,7 @@ class Follower:
         if self._registry is None:
             self.found.set_result(None)
             return self._load_engine(None, Path(self.source))
-        noted = last_known(self._copies, self._uri, self.source)
+        noted = last_known(COPIES, self._uri, self.source)
         version: Identity | None = None
         try:
             version = self._look(self._registry)
@@ -252,7 +249,7 @@ class Follower:
             elif not isinstance(error, RegistryAway):
                 self._refuse(version, error)
             self._problem(f"{on_a_line(error)}; serving {words_of(noted, self.source)}")
-            folder = self._copies / noted["sha256"][:16]
+            folder = COPIES / noted["sha256"][:16]
             return self._load_engine(_identity(noted), folder)
         self._note_served(engine.identity)
         return engine
@@ -323,7 +320,7 @@ class Follower:
     def _note_served(self, identity: Identity) -> None:
         if self.address is not None:
             try:
-                note_known(self._copies, self._uri, self.source, asdict(identity))
+                note_known(COPIES, self._uri, self.source, asdict(identity))
             # a read-only folder: a restart then needs the registry
             except (ArtifactError, OSError) as error:
                 log.warning("the served version could not be recorded for a restart: %s", error)
@@ -337,7 +334,7 @@ class Follower:
                 got=version.version,
                 fix="register it with `unidec models register`",
             )
-        is_new = not (self._copies / version.sha256[:16]).is_dir()
+        is_new = not (COPIES / version.sha256[:16]).is_dir()
         folder = registry.fetch(version)
         if is_new:
             self._fetched.add(folder.resolve())

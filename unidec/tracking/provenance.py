@@ -52,21 +52,22 @@ CODE_TAGS = (COMMIT_TAG, DIRTY_TAG, CHANGED_TAG, UNKNOWN_TAG)
 
 PARAMS = "params.yaml"  # among what changed: compared by its values, with those of its recipe
 _CODE = ("unidec", "flows")
+_LOCK = Path("dvc.lock")
 _DIFF = ("diff", "--name-only", "--relative", "-z")
 _LONGEST_TAG = 5000
 log = logging.getLogger(__name__)
 _UNFIT = re.compile(r"[^\w.\-/: ]")  # MLflow takes no other characters in a tag's name
 
 
-def code_tags(root: Path | str = ".", made_with: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Tags that identify the code and the lock file of a run; unavailable facts are left out.
+def code_tags(made_with: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Tags that identify the code and the lock file of a run, in the working folder of the project or
+    a trial; unavailable facts are left out.
 
     A run is dirty only by what affects a model: tracked files of the code, compared with the commit
     by content, and parameters, compared with the commit's params.yaml by value. Data has its own
     hashes: `artifact_tags`.
 
     Args:
-        root: folder of the project, or a trial's folder in it.
         made_with: all parameters that made the model, by section; None: parameters are not
         compared.
 
@@ -80,9 +81,10 @@ def code_tags(root: Path | str = ".", made_with: Mapping[str, Any] | None = None
         "mlflow.source.name": "flows/train.py",
         "mlflow.user": user(),
     }
-    tags |= _git_tags(_project(root), made_with)
-    lock = lock_sha256(root)
-    return tags | ({LOCK_TAG: lock} if lock else {})
+    tags |= _git_tags(_project(), made_with)
+    if _LOCK.is_file():
+        tags[LOCK_TAG] = file_sha256(_LOCK)
+    return tags
 
 
 def _git_tags(project: Path, made_with: Mapping[str, Any] | None) -> dict[str, str]:
@@ -122,15 +124,15 @@ def is_clean(tags: Mapping[str, str]) -> bool:
     return tags.get(DIRTY_TAG) != "true" and not unknown_code(tags)
 
 
-def changed_between(root: Path | str, first: str, second: str, *more: str) -> list[str]:
+def changed_between(first: str, second: str, *more: str) -> list[str]:
     """Files of the code, and `more`, that differ between two commits; those that were added do not
     count.
     """
-    found = _differing(_project(root), first, second, *more)
+    found = _differing(_project(), first, second, *more)
     return ["files that git does not list"] if found is None else found
 
 
-def uncommitted(tags: Mapping[str, str], root: Path | str = ".", at: str = "HEAD") -> list[str]:
+def uncommitted(tags: Mapping[str, str], at: str = "HEAD") -> list[str]:
     """Files that made a version (by its tags, see `code_tags`) and differ from a commit, by default
     the one that is checked out.
     """
@@ -140,7 +142,7 @@ def uncommitted(tags: Mapping[str, str], root: Path | str = ".", at: str = "HEAD
         changed = dict(json.loads(tags[CHANGED_TAG]))
     except (KeyError, TypeError, ValueError):
         return ["changes that were not recorded"]
-    project = _project(root)
+    project = _project()
     commit = tags.get(COMMIT_TAG, "")
     # files added since did not exist when the version was made
     since = _differing(project, commit, at)
@@ -163,13 +165,11 @@ def _differing(project: Path, first: str, second: str, *more: str) -> list[str] 
     return None if found is None else list(filter(None, found.split("\0")))
 
 
-def _project(root: Path | str) -> Path:
-    """The folder of params.yaml: `root`, or for a trial below runs/own/ the project that it belongs
-    to.
-    """
-    root = Path(root).resolve()
-    levels = (root, *root.parents[:3])
-    return next((folder for folder in levels if (folder / PARAMS).is_file()), root)
+def _project() -> Path:
+    """The folder of params.yaml: the working folder, or for a trial below runs/own/ its project."""
+    here = Path.cwd()
+    levels = (here, *here.parents[:3])
+    return next((folder for folder in levels if (folder / PARAMS).is_file()), here)
 
 
 def _changed_files(project: Path, commit: str) -> dict[str, str]:
@@ -208,31 +208,21 @@ def _parameters_sha256(params: Mapping[str, Any], project: Path) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def lock_sha256(root: Path | str = ".") -> str | None:
-    """Hash of dvc.lock; None if there is none."""
-    lock = Path(root) / "dvc.lock"
-    return file_sha256(lock) if lock.is_file() else None
+def dvc_hash(path: str) -> str | None:
+    """The hash under which DVC's lock file knows the output `path`, e.g. "0a1b...dir"."""
+    return _entries(_lock(), "outs").get(path.rstrip("/"))
 
 
-def dvc_hash(path: str, root: Path | str = ".") -> str | None:
-    """The hash under which DVC's lock file knows the output `path` (relative to the root), e.g.
-    "0a1b...dir".
-    """
-    return _entries(_lock(root), "outs").get(path.rstrip("/"))
-
-
-def artifact_tags(
-    raw: str, root: Path | str = ".", only: Iterable[str] = ARTIFACTS
-) -> dict[str, str]:
+def artifact_tags(raw: str, only: Iterable[str] = ARTIFACTS) -> dict[str, str]:
     """DVC's hash of each artifact: {"dvc.data/dataset": "0a1b...dir", ...}; {} without a lock file.
 
     An artifact whose content differs from its hash in dvc.lock, according to DVC, is left out and
     named in "dvc.differs"; so are all, if DVC does not answer. The hash of the raw data (at the
     path `raw`) is taken from the lock file unchecked, if data/dataset matches its own."""
-    lock = _lock(root)
+    lock = _lock()
     outs = _entries(lock, "outs")
     known = {path: outs[path] for path in only if path in outs}
-    changed = changed_outputs(root) if known else set()
+    changed = changed_outputs() if known else set()
     tags = {}
     differ = []
     for path, md5 in known.items():
@@ -249,12 +239,12 @@ def artifact_tags(
     return tags
 
 
-def changed_outputs(root: Path | str) -> set[str] | None:
+def changed_outputs() -> set[str] | None:
     """Outputs in dvc.lock whose content is different now, or that are gone; None if DVC does not
     answer.
     """
     command = [sys.executable, "-m", "dvc", "data", "status", "--json"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         log.warning("dvc data status: %s", done.stderr.strip()[-500:])
         return None
@@ -262,12 +252,11 @@ def changed_outputs(root: Path | str) -> set[str] | None:
     return {path.rstrip("/") for paths in uncommitted.values() for path in paths}
 
 
-def _lock(root: Path | str) -> dict[str, Any]:
+def _lock() -> dict[str, Any]:
     """Stages of dvc.lock by name."""
-    lock = Path(root) / "dvc.lock"
-    if not lock.is_file():
+    if not _LOCK.is_file():
         return {}
-    found = yaml.safe_load(lock.read_text(encoding="utf-8")) or {}
+    found = yaml.safe_load(_LOCK.read_text(encoding="utf-8")) or {}
     return found.get("stages", {})
 
 

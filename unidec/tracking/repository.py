@@ -74,23 +74,24 @@ def git(root: Path | str, *words: str) -> str | None:
         return None
 
 
-def contents(root: Path | str, name: str) -> list[tuple[str, bytes]]:
-    """Each commit of any branch that has a file, the oldest first, with the file's content there.
+def contents(name: str) -> list[tuple[str, bytes]]:
+    """Each commit of any branch that has a file of the working folder, the oldest first, with the
+    file's content there.
 
     Raises:
         GitError: git does not answer.
     """
-    commits = ask(root, "rev-list", "--all", "--reverse", f"--max-count={_MOST_COMMITS}").split()
-    path = ask(root, "rev-parse", "--show-prefix") + name
+    commits = ask(".", "rev-list", "--all", "--reverse", f"--max-count={_MOST_COMMITS}").split()
+    path = ask(".", "rev-parse", "--show-prefix") + name
     asked = "".join(f"{commit}:{path}\n" for commit in commits)
-    answer = _bytes(root, "cat-file", "--batch-check=%(objectname)", given=asked.encode())
+    answer = _bytes(".", "cat-file", "--batch-check=%(objectname)", given=asked.encode())
     texts: dict[str, bytes] = {}
     found = []
     for commit, blob in zip(commits, answer.decode().splitlines(), strict=True):
         if " " in blob:  # "... missing"
             continue
         if blob not in texts:
-            texts[blob] = _bytes(root, "cat-file", "blob", blob)
+            texts[blob] = _bytes(".", "cat-file", "blob", blob)
         found.append((commit, texts[blob]))
     return found
 

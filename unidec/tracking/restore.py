@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from unidec.tracking.provenance import (
     COMMIT_TAG,
@@ -42,38 +41,36 @@ def own_commit(tags: Mapping[str, str]) -> str | None:
     return tags.get(LOCK_COMMIT_TAG) or tags.get(COMMIT_TAG)
 
 
-def restore_point(
-    tags: Mapping[str, str], run_id: str | None, root: Path | str = "."
-) -> RestorePoint:
+def restore_point(tags: Mapping[str, str], run_id: str | None) -> RestorePoint:
     """The oldest commit of any branch with the version's dvc.lock and code; else with its dvc.lock;
     else its own.
     """
     own = own_commit(tags)
     lock = tags.get(LOCK_TAG)
-    if own is None or not lock or not is_inside(root):
+    if own is None or not lock or not is_inside("."):
         return RestorePoint(own, [])
     try:
-        ask(root, "cat-file", "-e", f"{own}^{{commit}}")  # else it is of another clone
-        found = contents(root, LOCK)
+        ask(".", "cat-file", "-e", f"{own}^{{commit}}")  # else it is of another clone
+        found = contents(LOCK)
     except GitError:
         return RestorePoint(own, [])
     holders = [commit for commit, text in found if hashlib.sha256(text).hexdigest() == lock]
     holders.sort(key=lambda commit: commit != own)  # its own commit first
     for commit in holders[:_MOST_COMPARED]:
-        if not _code_that_differs(tags, commit, root):
+        if not _code_that_differs(tags, commit):
             return RestorePoint(commit, [])
     commit = (holders or [own])[0]
     missing = []
     if not holders:
         kept = f"; MLflow run {run_id} keeps it as {RECORDS_FOLDER}/{LOCK}" if run_id else ""
         missing.append(f"its {LOCK} is in no commit here{kept}")
-    if files := _code_that_differs(tags, commit, root):
+    if files := _code_that_differs(tags, commit):
         missing.append(f"other code or parameters than it was made with: {', '.join(files[:5])}")
     return RestorePoint(commit, missing)
 
 
-def _code_that_differs(tags: Mapping[str, str], commit: str, root: Path | str) -> list[str]:
+def _code_that_differs(tags: Mapping[str, str], commit: str) -> list[str]:
     """Files of the code, and params.yaml, that made a version and differ in a commit."""
     if tags.get(DIRTY_TAG) == "true":
-        return uncommitted(tags, root, commit)
-    return changed_between(root, tags.get(COMMIT_TAG, ""), commit, PARAMS)
+        return uncommitted(tags, commit)
+    return changed_between(tags.get(COMMIT_TAG, ""), commit, PARAMS)

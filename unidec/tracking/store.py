@@ -1,7 +1,7 @@
 """Where MLflow keeps runs and models: its address, a safe first start, and a client with short
 timeouts.
 
-Default store: SQLite in `<root>/mlflow/mlflow.db`, artifacts in `<root>/mlflow/artifacts`;
+Default store: SQLite in `mlflow/mlflow.db`, artifacts in `mlflow/artifacts`;
 `MLFLOW_TRACKING_URI` names any other. A DVC experiment in a temporary copy of the checkout uses the
 checkout's store.
 """
@@ -96,9 +96,9 @@ def import_mlflow() -> Any:
     return mlflow
 
 
-def tracking_uri(root: Path | str = ".") -> str:
-    """The tracking store's address: `MLFLOW_TRACKING_URI`, else SQLite in `<root>/mlflow/`; SQLite
-    paths absolute.
+def tracking_uri() -> str:
+    """The tracking store's address: `MLFLOW_TRACKING_URI`, else SQLite in `mlflow/`; SQLite paths
+    absolute.
 
     User and password of a server's address move to MLflow's variables for them, so that MLflow's
     messages do not show them. Those of a database address are kept: see `without_credentials`.
@@ -121,7 +121,7 @@ def tracking_uri(root: Path | str = ".") -> str:
             expected="http://127.0.0.1:5000, postgresql://..., or sqlite:///mlflow/mlflow.db",
             fix="correct it, or unset it to use mlflow/mlflow.db",
         )
-    path = sqlite_path(uri, root)
+    path = sqlite_path(uri)
     return uri if path is None else f"{_SQLITE}{path}"
 
 
@@ -142,14 +142,11 @@ def project_folder() -> Path:
     return checkout if Path.cwd().is_relative_to(copies) else Path()
 
 
-def sqlite_path(uri: str, root: Path | str = ".") -> Path | None:
-    """The database file of a `sqlite:///` address, made absolute from `root`; None for any other
-    address.
-    """
+def sqlite_path(uri: str) -> Path | None:
+    """The database file of a `sqlite:///` address, absolute; None for any other address."""
     if not uri.startswith(_SQLITE) or ":memory:" in uri:
         return None
-    base = project_folder() if Path(root) == Path() else Path(root)
-    return (base / uri.removeprefix(_SQLITE)).resolve()
+    return (project_folder() / uri.removeprefix(_SQLITE)).resolve()
 
 
 def ui_url(uri: str, experiment_id: str, run_id: str) -> str | None:
