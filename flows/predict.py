@@ -40,7 +40,6 @@ from unidec.cores import num_threads
 from unidec.data.shards import Work, alone, shards_folder
 from unidec.errors import ConfigError, TrainingError, UnidecError
 from unidec.pipeline.parent_watch import watch
-from unidec.pipeline.paths import BUNDLES
 from unidec.progress import progress
 from unidec.tracking.fetch import fetch_bundle
 
@@ -213,7 +212,7 @@ def predict(
     """
     parse_runner(runner)  # reports a mistake before the input is read
     with lifecycle.at_work(), alone(shards_folder(output)):
-        folder = str(fetch_bundle(bundle, BUNDLES))
+        folder = str(fetch_bundle(bundle))
         request = predict_file.FileRequest(
             folder, input, output, k, column, device=device, runtime=runtime
         )

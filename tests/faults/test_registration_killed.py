@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from helpers.gated_registry import make_bundle
+from helpers.working_folder import at
 
 from unidec.data.storage import folder_sha256
 from unidec.tracking.fetch import fetch_bundle
@@ -93,8 +94,8 @@ def check_whole(client, name: str, bundle: Path, uri: str, folder: Path) -> None
     """One version of it, the alias names it, and what is stored is it."""
     (version,) = versions_of(client, name, bundle)
     assert alias_of(client, name) == version
-    stored = fetch_bundle(f"models:/{name}@challenger", folder, uri=uri)
-    assert folder_sha256(stored) == folder_sha256(bundle)
+    stored = at(folder, fetch_bundle, f"models:/{name}@challenger", uri)
+    assert folder_sha256(folder / stored) == folder_sha256(bundle)
 
 
 def test_killed_before_each_write(register, bundle_of, memory_registry, tmp_path, request):

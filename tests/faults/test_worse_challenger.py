@@ -63,7 +63,7 @@ def answers(registry) -> bytes:
     """Labels and scores of the champion's first 20, for 100 test queries, as the registry serves it
     now.
     """
-    bundle = Bundle.load(fetch_bundle(f"models:/{registry.name}@champion", "runs/bundles"))
+    bundle = Bundle.load(fetch_bundle(f"models:/{registry.name}@champion"))
     dataset = XMCDataset.open("data/dataset")
     found = bundle.predict_arrays(dataset.query_texts(dataset.rows("test")[:100]), k=20)
     assert len(found.rows) == 100

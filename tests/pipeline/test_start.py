@@ -504,13 +504,13 @@ def test_a_damaged_copy_is_fetched_again(work):
 def test_found_by_hash_where_the_version_is_another(work):
     sha256 = checked_sha256(work.bundle)
     assert (
-        fetch_by_hash("unidec", sha256, Path("kept"))
-        == fetch_by_hash("unidec", sha256, Path("kept"))
-        == Path("kept") / sha256[:16]
+        fetch_by_hash("unidec", sha256)
+        == fetch_by_hash("unidec", sha256)
+        == paths.BUNDLES / sha256[:16]
     )
-    assert fetch_bundle("models:/unidec@champion", "kept") == Path("kept") / sha256[:16]
+    assert fetch_bundle("models:/unidec@champion") == paths.BUNDLES / sha256[:16]
     with pytest.raises(ConfigError, match="not in the registry"):
-        fetch_bundle("models:/unidec@nobody", "kept")
+        fetch_bundle("models:/unidec@nobody")
 
 
 def test_a_copy_that_is_whole_needs_no_registry(work, monkeypatch):
@@ -529,5 +529,5 @@ def test_a_registry_that_is_away_is_no_cold_start(work, monkeypatch):
     with pytest.raises(MlflowException):
         find_alias("unidec", "champion")
     with pytest.raises(MlflowException):
-        fetch_bundle("models:/unidec@champion", "kept")
+        fetch_bundle("models:/unidec@champion")
     assert paths.START.read_bytes() == COLD

@@ -497,7 +497,7 @@ def test_a_start_with_a_champion_that_is_refused_serves_what_served_last(followi
     "note", ["", "[]", "{}", '{"version": 1}', '{"sha256": "../..", "version": "1"}']
 )
 def test_a_note_that_is_damaged_is_no_hindrance(following, note):
-    note_known(COPIES, following.follower._uri, following.follower.source, {})
+    note_known(following.follower._uri, following.follower.source, {})
     [file] = COPIES.glob(".served-*.json")
     file.write_text(note)
     following.start()

@@ -19,7 +19,7 @@ from unidec.data.storage import folder_sha256
 from unidec.errors import ArtifactError, ConfigError
 from unidec.serving.engine import Identity
 from unidec.serving.follow import Registry, RegistryAway
-from unidec.tracking.fetch import Address, fetch_bundle, parse_address
+from unidec.tracking.fetch import COPIES, Address, fetch_bundle, parse_address
 from unidec.tracking.store import open_client
 
 NAME = "unidec"
@@ -27,6 +27,11 @@ NAME = "unidec"
 
 def store(folder: Path) -> str:
     return f"sqlite:///{folder / 'store' / 'mlflow.db'}"
+
+
+@pytest.fixture(autouse=True)
+def _working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -48,33 +53,30 @@ def store_of_four(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     return SimpleNamespace(root=root, client=client, uri=store(root))
 
 
-def registry(store_of_four: SimpleNamespace, copies: Path, **address: Any) -> Registry:
+def registry(store_of_four: SimpleNamespace, **address: Any) -> Registry:
     return Registry(
         Address(**({"name": NAME, "alias": "champion", "version": None} | address)),
-        copies,
         store_of_four.uri,
     )
 
 
-def test_what_is_found(store_of_four, tmp_path):
+def test_what_is_found(store_of_four):
     sha256 = folder_sha256(store_of_four.root / "one" / "artifacts" / "bundle")
-    assert registry(store_of_four, tmp_path).find() == Identity(
-        sha256, NAME, "1", "champion", "d" * 64
-    )
-    found = registry(store_of_four, tmp_path, alias=None, version="1").find()
+    assert registry(store_of_four).find() == Identity(sha256, NAME, "1", "champion", "d" * 64)
+    found = registry(store_of_four, alias=None, version="1").find()
     assert found == Identity(sha256, NAME, "1", None, "d" * 64)
     for nothing in ({"alias": "nobody"}, {"alias": None, "version": "99"}):
         with pytest.raises(ConfigError, match="one of champion, 4, 3, 2, 1"):
-            registry(store_of_four, tmp_path, **nothing).find()
+            registry(store_of_four, **nothing).find()
     with pytest.raises(ConfigError, match=f"(?s)no such model.*{NAME}"):
-        registry(store_of_four, tmp_path, name="no-such-model").find()
+        registry(store_of_four, name="no-such-model").find()
 
 
-def test_what_is_fetched(store_of_four, tmp_path):
+def test_what_is_fetched(store_of_four):
     sha256 = folder_sha256(store_of_four.root / "two" / "artifacts" / "bundle")
     for _ in range(2):
-        folder = registry(store_of_four, tmp_path).fetch(Identity(sha256, version="2"))
-        assert folder == (tmp_path / sha256[:16]).resolve()
+        folder = registry(store_of_four).fetch(Identity(sha256, version="2"))
+        assert folder == (COPIES / sha256[:16]).resolve()
         assert (folder / "labels.json").read_text() == '["two"]'
 
 
@@ -91,33 +93,33 @@ def refused(client: Registry, version: str) -> str:
         ("4", "no bundle"),
     ],
 )
-def test_what_is_refused(store_of_four, tmp_path, version, why):
-    assert why in refused(registry(store_of_four, tmp_path), version)
-    assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".")], (
+def test_what_is_refused(store_of_four, version, why):
+    assert why in refused(registry(store_of_four), version)
+    assert not [path for path in COPIES.iterdir() if not path.name.startswith(".")], (
         "nothing is left"
     )
 
 
-def test_a_damaged_file_is_refused(store_of_four, tmp_path):
+def test_a_damaged_file_is_refused(store_of_four):
     store_version(store_of_four.client, "damaged", store_of_four.root / "damaged", "whole")
     file = store_of_four.root / "damaged" / "artifacts" / "bundle" / "labels.json"
     file.write_text(file.read_text().replace("whole", "whale"))
-    assert "damaged" in refused(registry(store_of_four, tmp_path, name="damaged"), "1")
+    assert "damaged" in refused(registry(store_of_four, name="damaged"), "1")
 
 
 def test_a_link_in_a_stored_bundle_is_not_followed(store_of_four, tmp_path):
     store_version(store_of_four.client, "link", store_of_four.root / "link", "one")
     (store_of_four.root / "link" / "artifacts" / "bundle" / "more.json").symlink_to("/etc/hostname")
-    assert "more.json" in refused(registry(store_of_four, tmp_path, name="link"), "1")
+    assert "more.json" in refused(registry(store_of_four, name="link"), "1")
     assert not list(tmp_path.rglob("more.json"))
 
 
 def test_a_version_whose_files_are_gone_is_refused_and_a_registry_that_is_gone_is_away(
-    store_of_four, tmp_path, monkeypatch
+    store_of_four, monkeypatch
 ):
     store_version(store_of_four.client, "gone", store_of_four.root / "gone", "one")
     (store_of_four.root / "gone" / "artifacts").rename(store_of_four.root / "gone" / "elsewhere")
-    client = registry(store_of_four, tmp_path, name="gone")
+    client = registry(store_of_four, name="gone")
     assert "cannot be fetched" in refused(client, "1") or "no bundle" in refused(client, "1")
 
     def lost(*args: Any, **options: Any) -> Any:
@@ -149,10 +151,10 @@ def test_addresses_that_are_none(text):
     ],
 )
 def test_what_the_registry_does_not_have_is_answered_with_what_it_has(
-    store_of_four, tmp_path, address, meant
+    store_of_four, address, meant
 ):
     with pytest.raises(ConfigError, match="not in the registry") as caught:
-        fetch_bundle(address, tmp_path, uri=store_of_four.uri)
+        fetch_bundle(address, store_of_four.uri)
     error = caught.value
     listed = NAME if "no such model" in error.what else "champion, 4, 3, 2, 1"
     assert listed in str(error.expected)
@@ -163,7 +165,7 @@ def test_what_the_registry_does_not_have_is_answered_with_what_it_has(
 def test_a_model_without_a_version_is_told_how_to_get_one(tmp_path):
     open_client(store(tmp_path)).create_registered_model(NAME)
     with pytest.raises(ConfigError, match="has no version yet") as caught:
-        fetch_bundle(f"models:/{NAME}@champion", tmp_path, uri=store(tmp_path))
+        fetch_bundle(f"models:/{NAME}@champion", store(tmp_path))
     assert "unidec models register" in str(caught.value.fix)
     assert "nearest" not in str(caught.value)
 

@@ -17,6 +17,7 @@ from helpers import compose, postgres_server
 from helpers.mlflow_server import wait_for
 from helpers.ports import free_port
 from helpers.small_bundle import write_small_bundle
+from helpers.working_folder import at
 
 from unidec.tracking.fetch import fetch_bundle
 from unidec.tracking.registry import checked_sha256, register
@@ -139,7 +140,7 @@ def test_runs_models_and_aliases_behind_the_server(mlflow, tmp_path, monkeypatch
     assert client.get_registered_model("unidec").aliases == {"challenger": str(version)}
     paths = [entry.path for entry in client.list_artifacts(tracker.run_id)]
     assert paths == ["report.html"]
-    fetched = fetch_bundle("models:/unidec@challenger", tmp_path / "bundles")
+    fetched = tmp_path / at(tmp_path, fetch_bundle, "models:/unidec@challenger")
     assert checked_sha256(fetched) == checked_sha256(bundle)
 
 

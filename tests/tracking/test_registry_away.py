@@ -128,9 +128,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def remember(project: SimpleNamespace, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the version had been fetched from this address."""
-    noted = last_known(fetch.COPIES, project.followed.uri, SOURCE)
+    noted = last_known(project.followed.uri, SOURCE)
     assert noted is not None
-    note_known(fetch.COPIES, uri, SOURCE, noted)
+    note_known(uri, SOURCE, noted)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
 
 

@@ -165,7 +165,7 @@ def _beside_champion(params: Params, dataset: XMCDataset) -> _Beside:
     # after a refresh of the labels the tag names the data of the labels, not of the training
     if tags.get("dataset.sha256") == dataset.sha256 and tags.get("start.kind") != "refresh":
         return same  # no need to fetch its bundle
-    bundle = fetch_bundle(f"models:/{model}/{version}", paths.BUNDLES)
+    bundle = fetch_bundle(f"models:/{model}/{version}")
     info = read_info(bundle)
     accepted["dataset_sha256"] = str(info.dataset.get("sha256"))
     profile = read_profile(bundle)
@@ -205,7 +205,7 @@ def drift(
     source = os.fspath(first)
     later = Path(second)
     if source.startswith("models:") or (Path(source) / "bundle.json").is_file():
-        old, tokenizer = _of_bundle(fetch_bundle(source, paths.BUNDLES), source)
+        old, tokenizer = _of_bundle(fetch_bundle(source), source)
     else:
         tokenizer = resolve_encoder(params.encoder.name)
         read = {"max_length": params.tokens.max_length, "text": params.tokens.text}
@@ -248,7 +248,7 @@ def monitor(
             ArtifactError: the bundle has no profile.
     """
     source = bundle or f"models:/{params.tracking.model_name}@champion"
-    folder = fetch_bundle(source, paths.BUNDLES)
+    folder = fetch_bundle(source)
     old, tokenizer = _of_bundle(folder, source)
     window = read_window(Path(queries_path), column, params.raw)
     total = len(window.texts)

@@ -420,7 +420,7 @@ def own_texts(bundle: Bundle, dataset: XMCDataset, rows: np.ndarray) -> list[str
 
 
 def _fetch(version: ModelVersion) -> Path:
-    return fetch_bundle(f"models:/{version.name}/{version.version}", paths.BUNDLES)
+    return fetch_bundle(f"models:/{version.name}/{version.version}")
 
 
 def _purge(in_use: set[str]) -> None:

@@ -105,7 +105,7 @@ def change_labels(
 
 def _open(address: str, params: Params, verify: bool = True) -> Bundle:
     return Bundle.load(
-        fetch_bundle(address, paths.BUNDLES),
+        fetch_bundle(address),
         verify=verify,
         device=str(choose_device(params.device)),
     )

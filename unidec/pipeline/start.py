@@ -195,7 +195,7 @@ def _from_champion(params: Params, auto: bool) -> tuple[WarmStart | None, str]:
     if champion is None:
         return None, f"{name} has no champion yet"
     version = f"version {champion.version}"
-    bundle = fetch_bundle(f"models:/{name}/{champion.version}", paths.BUNDLES)
+    bundle = fetch_bundle(f"models:/{name}/{champion.version}")
     config = read_json(bundle / "model" / "config.json")
     encoder = resolve_encoder(params.encoder.name)
     own = resolved(params.encoder, encoder)
@@ -280,10 +280,10 @@ def check_start(params: Params) -> list[str]:
     return accepted
 
 
-def _listed(keys: list[str], most: int = 4) -> str:
+def _listed(keys: list[str]) -> str:
     """ "a, b, c, d and 3 more"."""
-    shown = ", ".join(keys[:most])
-    return f"{shown} and {len(keys) - most} more" if len(keys) > most else shown
+    shown = ", ".join(keys[:4])
+    return f"{shown} and {len(keys) - 4} more" if len(keys) > 4 else shown
 
 
 def _changed_parameters(params: Params, bundle: Path) -> list[str]:
@@ -312,6 +312,6 @@ def open_start() -> Start | None:
     start = read_start()
     if start is None:
         return None
-    bundle = fetch_by_hash(start.model, start.bundle_sha256, paths.BUNDLES)
+    bundle = fetch_by_hash(start.model, start.bundle_sha256)
     uids = read_labels(bundle, read_info(bundle).num_labels)["uid"].combine_chunks()
     return Start(bundle / "model", uids, start.bundle_sha256, bundle / "vectors")

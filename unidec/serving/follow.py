@@ -59,13 +59,11 @@ class Registry:
     (`tracking.store`).
 
     Args:
-        address: the followed address. copies: folder of fetched bundles, by hash. uri: tracking
-        store.
+        address: the followed address. uri: tracking store.
     """
 
-    def __init__(self, address: Address, copies: Path, uri: str) -> None:
+    def __init__(self, address: Address, uri: str) -> None:
         self.address = address
-        self.copies = copies
         self.uri = uri
         quiet_mlflow()  # before its first import, which takes seconds: in `find`, not here
 
@@ -96,7 +94,7 @@ class Registry:
         """
         address = f"models:/{self.address.name}/{version.version}"
         try:
-            return fetch_bundle(address, self.copies, uri=self.uri).resolve()
+            return fetch_bundle(address, self.uri).resolve()
         except UnidecError:
             raise
         except Exception as error:  # whatever a registry or its files make a library raise
@@ -163,7 +161,7 @@ class Follower:
         self.first: Future[Identity] = Future()
         self._uri = tracking_uri() if self.address else ""
         if registry is None and self.address is not None:
-            registry = Registry(self.address, COPIES, self._uri)
+            registry = Registry(self.address, self._uri)
         self._registry = registry
         self._probe = probe
         self._load = load
@@ -233,7 +231,7 @@ class Follower:
         if self._registry is None:
             self.found.set_result(None)
             return self._load_engine(None, Path(self.source))
-        noted = last_known(COPIES, self._uri, self.source)
+        noted = last_known(self._uri, self.source)
         version: Identity | None = None
         try:
             version = self._look(self._registry)
@@ -320,7 +318,7 @@ class Follower:
     def _note_served(self, identity: Identity) -> None:
         if self.address is not None:
             try:
-                note_known(COPIES, self._uri, self.source, asdict(identity))
+                note_known(self._uri, self.source, asdict(identity))
             # a read-only folder: a restart then needs the registry
             except (ArtifactError, OSError) as error:
                 log.warning("the served version could not be recorded for a restart: %s", error)

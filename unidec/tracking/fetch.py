@@ -80,15 +80,12 @@ def parse_address(text: str) -> Address | None:
     return Address(found["name"], found["alias"], found["version"])
 
 
-def fetch_bundle(
-    source: str | os.PathLike[str], folder: str | os.PathLike[str], uri: str | None = None
-) -> Path:
-    """The folder of a bundle: `source` itself, or a registered one's copy in `folder`, named by its
-    hash.
+def fetch_bundle(source: str | os.PathLike[str], uri: str | None = None) -> Path:
+    """The folder of a bundle: `source` itself, or a registered one's copy in `COPIES`, named by its
+    hash. An intact copy is not fetched again.
 
     Args:
         source: a folder, `models:/name@alias` or `models:/name/version`.
-        folder: where copies are kept; an intact copy is not fetched again.
         uri: tracking store; default: see `store.tracking_uri`.
 
     Raises:
@@ -101,7 +98,7 @@ def fetch_bundle(
         return Path(source)
     uri = uri or tracking_uri()
     version = known_version(open_client(uri), address.name, address.which)
-    return _fetch(version, Path(folder), uri)
+    return _fetch(version, uri)
 
 
 def bundle_folder(source: str) -> Path:
@@ -111,17 +108,16 @@ def bundle_folder(source: str) -> Path:
     address = parse_address(source)
     if address is None:
         return Path(source)
-    copies = COPIES
     uri = tracking_uri()
     try:
         version = registered_version(uri, address)
         with _errors_of(uri):
-            found = _fetch(version, copies, uri)
+            found = _fetch(version, uri)
     except RegistryAway as error:
-        noted = last_known(copies, uri, source)
+        noted = last_known(uri, source)
         if noted is None:
             raise
-        found = copies / noted["sha256"][:16]
+        found = COPIES / noted["sha256"][:16]
         if not _is_whole(found, noted["sha256"]):
             raise
         log.warning("%s; using %s", on_a_line(error), words_of(noted, source))
@@ -133,7 +129,7 @@ def bundle_folder(source: str) -> Path:
         "alias": address.alias,
     }
     with contextlib.suppress(ArtifactError, OSError):  # a read-only folder
-        note_known(copies, uri, source, facts)
+        note_known(uri, source, facts)
     return found
 
 
@@ -194,27 +190,27 @@ def _check_database(uri: str) -> None:
         raise _away(uri, str(error)) from error
 
 
-def _note(copies: Path, uri: str, source: str) -> Path:
+def _note(uri: str, source: str) -> Path:
     digest = hashlib.sha256(f"{uri} {source}".encode()).hexdigest()
-    return copies / f".served-{digest[:12]}.json"
+    return COPIES / f".served-{digest[:12]}.json"
 
 
-def note_known(copies: Path, uri: str, source: str, facts: Mapping[str, Any]) -> None:
+def note_known(uri: str, source: str, facts: Mapping[str, Any]) -> None:
     """Note which version an address names: "sha256" and "version", and further facts.
 
     Raises:
         ArtifactError, OSError: it cannot be written.
     """
     at = datetime.now(UTC).isoformat(timespec="seconds")
-    write_json(_note(copies, uri, source), {**facts, "at": at})
+    write_json(_note(uri, source), {**facts, "at": at})
 
 
-def last_known(copies: Path, uri: str, source: str) -> dict[str, Any] | None:
+def last_known(uri: str, source: str) -> dict[str, Any] | None:
     """What `note_known` noted last, if the bundle's copy is there; its files are not checked."""
     try:
-        noted: dict[str, Any] = read_json(_note(copies, uri, source))
+        noted: dict[str, Any] = read_json(_note(uri, source))
         sha256 = noted["sha256"]
-        is_there = re.fullmatch("[0-9a-f]+", sha256) and (copies / sha256[:16]).is_dir()
+        is_there = re.fullmatch("[0-9a-f]+", sha256) and (COPIES / sha256[:16]).is_dir()
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return noted if is_there else None
@@ -231,7 +227,7 @@ def on_a_line(error: object) -> str:
     return "; ".join(line.strip() for line in str(error).splitlines())
 
 
-def fetch_by_hash(model_name: str, sha256: str, folder: Path) -> Path:
+def fetch_by_hash(model_name: str, sha256: str) -> Path:
     """The folder of the registered bundle with this hash; an intact local copy is used without
     asking the registry.
 
@@ -239,7 +235,7 @@ def fetch_by_hash(model_name: str, sha256: str, folder: Path) -> Path:
         ArtifactError: the registry does not have it, or its files are damaged.
         MlflowException: the registry does not answer.
     """
-    target = folder / sha256[:16]
+    target = COPIES / sha256[:16]
     if _is_whole(target, sha256):
         return target
     uri = tracking_uri()
@@ -251,7 +247,7 @@ def fetch_by_hash(model_name: str, sha256: str, folder: Path) -> Path:
             got=sha256,
             fix="set MLFLOW_TRACKING_URI to the registry that it was registered in",
         )
-    return _fetch(found, folder, uri)
+    return _fetch(found, uri)
 
 
 def find_alias(model_name: str, alias: str) -> ModelVersion | None:
@@ -259,19 +255,19 @@ def find_alias(model_name: str, alias: str) -> ModelVersion | None:
     return version_of(open_client(tracking_uri()), model_name, alias)
 
 
-def _fetch(version: ModelVersion, folder: Path, uri: str) -> Path:
+def _fetch(version: ModelVersion, uri: str) -> Path:
     """A version's bundle, from its local copy or the registry; safe from several
     processes at once.
     """
     sha256 = version.tags.get(HASH_TAG, "")
-    target = folder / (sha256[:16] or f"{version.name}-{version.version}")
+    target = COPIES / (sha256[:16] or f"{version.name}-{version.version}")
     if _is_whole(target, sha256):  # without a lock: the folder may be read-only
         return target
     address = f"models:/{version.name}/{version.version}"
-    with lock_file(folder / f".{target.name}.lock"):
+    with lock_file(COPIES / f".{target.name}.lock"):
         if _is_whole(target, sha256):  # another process was first
             return target
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch, tracking_to(uri):
+        with tempfile.TemporaryDirectory(dir=COPIES, prefix=".fetch-") as scratch, tracking_to(uri):
             stored = download(address, sha256, scratch)
             shutil.rmtree(target, ignore_errors=True)
             os.replace(stored, target)

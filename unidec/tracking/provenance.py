@@ -60,8 +60,8 @@ _UNFIT = re.compile(r"[^\w.\-/: ]")  # MLflow takes no other characters in a tag
 
 
 def code_tags(made_with: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Tags that identify the code and the lock file of a run, in the working folder of the project or
-    a trial; unavailable facts are left out.
+    """Tags that identify the code and the lock file of a run in the working folder; unavailable
+    facts are left out.
 
     A run is dirty only by what affects a model: tracked files of the code, compared with the commit
     by content, and parameters, compared with the commit's params.yaml by value. Data has its own
