@@ -290,6 +290,7 @@ CONFLICTING = [
     ("encoder.trainable_layers", {"encoder.kind": "bag", "encoder.width": 64}),
     ("loss.widths", {"loss.widths": [64, 32]}),
     ("loss.widths", {"loss.widths": [32, 32]}),
+    ("loss.widths", {"loss.widths": [512]}),
     ("loss.widths", {"loss.widths": [64, 384], "model.dim": 384}),
     ("index.width", {"index.width": 64}),
     ("index.width", {"index.width": 96, "loss.widths": [64, 128]}),

@@ -89,6 +89,7 @@ def _full(text: str = "some text") -> ReportInput:
         history=[*HISTORY, {"step": 901, f"lr_{text}": 1.0}],
         rounds=[{**r, "refresh": {**REFRESH, f"{text}_seconds": 1.0}} for r in ROUNDS],
         index={"recall@10": 99.5, text: text},
+        widths=[{"width": 64, "P@1": 40.0, "PSP@5": 30.0}, {"width": 512, "P@1": 50.0}],
         fusion=FUSION | {"objective": text},
         calibration={
             "probability": np.linspace(0, 1, 200).reshape(40, 5),
@@ -143,6 +144,7 @@ def test_all_parts_are_there():
         "training",
         "rounds",
         "index",
+        "widths",
         "fusion",
         "calibration",
         "examples",
@@ -167,10 +169,9 @@ def test_all_parts_are_there():
         "1.25",
     ):
         assert text in page.words, text
-    # groups; validation, loss, rates, norm, two of pools; rounds; tail;
-    # calibration
+    # groups; validation, loss, rates, norm, two of pools; rounds; widths; tail; calibration
     assert page.tags.count("svg") == page.tags.count("figure")
-    assert page.tags.count("figure") == 1 + 6 + 1 + 1 + 1
+    assert page.tags.count("figure") == 1 + 6 + 1 + 1 + 1 + 1
 
 
 @pytest.mark.parametrize("missing", [f.name for f in dataclasses.fields(ReportInput)])
@@ -183,6 +184,7 @@ def test_a_missing_part_is_left_out(missing, undrawn):
     section = {
         "rounds": "rounds",
         "index": "index",
+        "widths": "widths",
         "fusion": "fusion",
         "calibration": "calibration",
         "params": "parameters",

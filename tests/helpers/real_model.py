@@ -51,10 +51,12 @@ def real_bundle(
     dim: int = 24,
     unit_length: bool = True,
     max_length: int = 16,
+    served: int | None = None,
     **encoder: Any,
 ) -> Bundle:
     """A bundle of `LABELS` on the tiny transformer in `source`, every weight random; loaded.
-    Another width than 24 is the encoder's: without projection.
+    Another width than 24 is the encoder's: without projection. The first `served` dimensions of the
+    heads are in the bundle; None: all.
     """
     settings = Encoder(name=str(source), dropout=0.0, bag_dropout=0.0, **encoder)
     options = Model(
@@ -88,6 +90,8 @@ def real_bundle(
         model.encode_labels(model.tokens(LABELS, "labels")),
         model.classifier_table(),
     )
+    if served is not None:
+        de_LD, clf_LD = (cut(de_LD, served, unit_length), cut(clf_LD, served, False))
     space = space or heads
     index = LabelIndex.build(label_vectors(de_LD, clf_LD, bias_L, space, clf_normalize))
     write_bundle(
@@ -103,6 +107,14 @@ def real_bundle(
         Facts(dataset={"name": "tiny", "sha256": "0" * 64}),
     )
     return Bundle.load(folder / "bundle")
+
+
+def cut(vectors: np.ndarray | None, width: int, is_unit: bool) -> np.ndarray | None:
+    """The first dimensions of vectors, row by row, scaled to unit length with `is_unit`."""
+    if vectors is None:
+        return None
+    rows = [row[:width] / (np.linalg.norm(row[:width]) if is_unit else 1) for row in vectors]
+    return np.stack(rows).astype(np.float32)
 
 
 def one_by_one(bundle: Bundle, texts: list[str]) -> tuple[np.ndarray | None, np.ndarray | None]:

@@ -80,7 +80,7 @@ def test_vectors_of_a_smaller_width(tiny_encoder, name, width) -> None:
 
 
 def test_a_larger_width_is_refused(tiny_encoder) -> None:
-    with pytest.raises(ConfigError, match="fewer dimensions") as caught:
+    with pytest.raises(ConfigError, match="other dimensions") as caught:
         new_model(tiny_encoder("t5"), width=25)
     assert caught.value.where == "encoder.width"
     assert "24" in caught.value.fix

@@ -134,7 +134,6 @@ REFUSED = {
         "damaged",
     ),
     "width": ("2_Dense/config.json", lambda c: c | {"out_features": 1 << 40}, "damaged"),
-    "negative width": ("config.json", lambda c: c | {"truncate_dim": -8}, "damaged"),
     "no number": ("config.json", lambda c: c | {"truncate_dim": "many"}, "damaged"),
     "not modules": ("modules.json", lambda _: {"a": 1}, "damaged"),
     "not prompts": ("config_sentence_transformers.json", lambda _: [1], "damaged"),

@@ -216,7 +216,7 @@ def taught(c):
 
 
 def matryoshka(c):
-    """The sum over widths m of UniDEC's loss on the first m entries of each head's vectors, those of
+    """The sum over widths m of UniDEC's loss on the first m entries of the heads' vectors, those of
     the bi-encoder of unit length (Matryoshka, equation 1).
     """
     losses = [unidec_cpu(c)]

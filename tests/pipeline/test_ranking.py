@@ -16,7 +16,14 @@ from unidec.config import Params
 from unidec.data.propensity import Propensity
 from unidec.evaluation.metrics import by_query
 from unidec.model.search import exact_search
-from unidec.pipeline.ranking import CLF_WEIGHTS, KNN_WEIGHTS, Blend, Ranking, tuned_blend
+from unidec.pipeline.ranking import (
+    CLF_WEIGHTS,
+    KNN_WEIGHTS,
+    Blend,
+    Ranking,
+    quality_by_width,
+    tuned_blend,
+)
 from unidec.ranking.heads import Heads, unit_rows
 from unidec.ranking.neighbours import Neighbours
 from unidec.ranking.query_encoder import Encoded
@@ -248,3 +255,48 @@ def test_of_equal_scores_the_smaller_label_comes_first(random_ranking) -> None:
     expected = np.lexsort((np.broadcast_to(np.arange(LABELS), score_NL.shape), -score_NL), axis=1)
     np.testing.assert_array_equal(scores, np.take_along_axis(score_NL, expected, axis=1))
     np.testing.assert_array_equal(labels, np.where(np.isinf(scores), -1, expected))
+
+
+# -- widths
+
+
+@pytest.mark.parametrize("heads", ["both", "de", "clf"])
+@pytest.mark.parametrize("is_unit", [True, False])
+def test_a_smaller_width_equals_loops(random_ranking, heads, is_unit) -> None:
+    ranking, _ = random_ranking(5, heads)
+    cut = ranking.at_width(2, is_unit)
+    queries = {"de": (ranking.encoded.de_BD, cut.encoded.de_BD)}
+    queries["clf"] = (ranking.encoded.clf_BD, cut.encoded.clf_BD)
+    for head, (whole, got) in queries.items():
+        if whole is None:
+            assert got is None and head not in cut.vectors
+            continue
+        for before, after in ((whole, got), (ranking.vectors[head], cut.vectors[head])):
+            assert after.shape == (len(before), 2) and after.flags.c_contiguous
+            for row, expected in zip(after, before[:, :2], strict=True):
+                length = np.linalg.norm(expected) if is_unit and head == "de" else 1.0
+                np.testing.assert_allclose(row, expected / length, rtol=1e-6)
+    bias = replace(ranking, vectors={**ranking.vectors, "bias": np.ones(LABELS)})
+    assert bias.at_width(2, is_unit).vectors["bias"] is bias.vectors["bias"]
+
+
+@pytest.mark.parametrize("heads", ["both", "de"])
+def test_quality_of_each_width(random_ranking, heads) -> None:
+    """Of dense scores, with the best weight for each width; the widths really differ."""
+    ranking, _ = random_ranking(7, heads)
+    params = params_of(clf_weight="auto", knn_weight="auto", heads=heads, space=heads)
+    params = params.model_copy(
+        update={
+            "loss": params.loss.model_copy(update={"widths": [1, 3]}),
+            "model": params.model.model_copy(update={"dim": DIM}),
+        }
+    )
+    found = quality_by_width(ranking, params, is_unit=True)
+    assert [row["width"] for row in found] == [1, 3, DIM]
+    for row in found:
+        cut = ranking.at_width(row["width"], is_unit=True)
+        qualities = [slow_ndcg(cut, dense(cut, None, params, w, 0.0)) for w in CLF_WEIGHTS]
+        assert row["nDCG@5"] == pytest.approx(max(qualities), abs=1e-9)
+    assert found[0]["nDCG@5"] + 5 < found[-1]["nDCG@5"]
+    assert quality_by_width(ranking, params_of(), is_unit=True) == []
+    assert quality_by_width(ranking.part(slice(0)), params, is_unit=True) == []

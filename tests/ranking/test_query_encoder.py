@@ -63,7 +63,8 @@ def bundled(tmp_path: Path, tiny_bert: Path, tiny_distilbert: Path):
             model.save_into(out)
         (tmp_path / "bundle").mkdir()
         typical = [" ".join(WORDS[i : i + 3]) for i in range(6)]
-        write_model(tmp_path / "model", tmp_path / "bundle" / "model", 5, typical)
+        served = tmp_path / "bundle" / "model"
+        write_model(tmp_path / "model", served, num_labels=5, dim=dim, texts=typical)
         return model.eval(), ModelConfig.read(tmp_path / "bundle" / "model")
 
     return make

@@ -35,8 +35,7 @@ def write_model(
         source: the folder of an exported model, or of a bundle's model.
         target: the new folder; must not exist.
         num_labels: number of labels for the configuration.
-        dim: width of the heads: their first dimensions are kept. Without a projection these are the
-            transformer's.
+        dim: width of the heads: their first dimensions are kept.
         texts: typical texts, to calibrate the 8-bit graph.
 
     Returns:
@@ -48,12 +47,11 @@ def write_model(
     manifest = read_manifest(source, KIND, VERSION, verify=True)
     target.mkdir()
     hashes = {}
-    config = _served_config(read_json(source / CONFIG), num_labels, dim)
     for name, entry in manifest["files"].items():
         if name.endswith(_TRAINING_RECORDS):
             continue
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        if not _write_changed(source, target, name, config):
+        if not _write_changed(source, target, name, num_labels, dim):
             shutil.copyfile(source / name, target / name)
             if file_sha256(target / name) != entry["sha256"]:
                 raise ArtifactError(
@@ -62,16 +60,12 @@ def write_model(
                     fix="run it again",
                 )
             hashes[name] = entry["sha256"]
-    encoder = config.get("encoder", {})
-    if encoder.get("kind") in ("transformer", "both") and not (target / GRAPH).exists():
+    encoder = read_json(source / CONFIG).get("encoder", {}).get("kind")
+    if encoder in ("transformer", "both") and not (target / GRAPH).exists():
         from unidec.model.onnx_export import write_graphs
         from unidec.model.unidec import UniDEC
 
-        model = UniDEC.load(source, verify=False, rows=False)
-        transformer = model.encoder.transformer
-        if transformer is not None:
-            transformer.width = encoder.get("width") or transformer.width
-        write_graphs(model, target, texts)
+        write_graphs(UniDEC.load(source, verify=False, rows=False), target, texts)
     write_manifest(target, KIND, VERSION, manifest["meta"], hashes)
     return hashes
 
@@ -86,34 +80,23 @@ def typical_texts(*columns: Any) -> list[str]:
     return [text for text in texts if text]
 
 
-def _served_config(config: dict[str, Any], num_labels: int, dim: int) -> dict[str, Any]:
-    """A model's config.json with other numbers of labels and of the heads' dimensions."""
-    settings = config.get("model", {})
-    changed = config | {"num_labels": num_labels, "model": settings | {"dim": dim}}
-    if settings.get("dim") != dim and not settings.get("projection", True):
-        changed["encoder"] = config["encoder"] | {"width": dim}
-        changed["transformer_width"] = dim
-    return changed
-
-
-def _write_changed(source: Path, target: Path, name: str, config: dict[str, Any]) -> bool:
+def _write_changed(source: Path, target: Path, name: str, num_labels: int, dim: int) -> bool:
     """Write a file whose content differs in a bundle; returns False, without writing, if it does
     not differ.
-
-    Args:
-        config: config.json of the bundle's model.
     """
     if name == CONFIG:
-        if read_json(source / name) == config:
+        config = read_json(source / name)
+        settings = config.get("model", {}) | {"dim": dim}
+        changed = config | {"num_labels": num_labels, "model": settings}
+        if changed == config:
             return False
-        text = json.dumps(config, indent=2, sort_keys=True)
+        text = json.dumps(changed, indent=2, sort_keys=True)
         (target / name).write_text(text + "\n", encoding="utf-8")
         return True
     if name != WEIGHTS:
         return False
     from unidec.data.tensor_file import open_tensors, write_tensors
 
-    dim = config["model"]["dim"]
     with open_tensors(source / name) as file:
         names = [tensor for tensor in file.names if tensor not in BY_LABEL]
         heads = [tensor for tensor in names if tensor.startswith(HEADS)]
@@ -121,6 +104,7 @@ def _write_changed(source: Path, target: Path, name: str, config: dict[str, Any]
         if len(names) == len(file.names) and not is_cut:
             return False
         tensors = {tensor: file.read(tensor) for tensor in names}
-        tensors |= {head: file.read(head, 0, dim) for head in heads}
+        for head in heads:
+            tensors[head] = tensors[head][:dim]
         write_tensors(target / name, tensors)
         return True

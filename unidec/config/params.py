@@ -198,28 +198,21 @@ class Params(Section):
 
     def _widths(self) -> Iterator[Conflict]:
         """Conflicts of the widths at which the heads train, and of the one that is served."""
-        dim = self.model.dim
-        widths = self.loss.widths
+        widths = [*self.loss.widths, self.model.dim]
         served = self.index.width
-        if max(widths, default=0) >= dim:
+        if sorted(set(widths)) != widths:
             yield Conflict(
                 "loss.widths model.dim",
-                "the heads have fewer dimensions; all of them train in any case",
-                f"loss.widths below model.dim, which is {dim}",
+                "widths of the heads must ascend; the last one, all dimensions, is not listed",
+                f"ascending widths below model.dim, which is {self.model.dim}",
             )
-        if served not in (0, dim, *widths):
+        if served not in (0, *widths[0 if self.model.projection else -1 :]):
             yield Conflict(
-                "index.width loss.widths model.dim",
-                "the heads do not train at the width that is served",
-                f"index.width: 0 (all) or one of {[*widths, dim]}, or add it to loss.widths",
-            )
-        is_transformer = self.encoder.kind == "transformer" and not self.encoder.residual
-        if served not in (0, dim) and not (self.model.projection or is_transformer):
-            yield Conflict(
-                "index.width model.projection encoder.kind encoder.residual",
-                "without a projection the heads are the encoder's vector, of which only a "
-                "transformer's can be cut",
-                "model.projection: true, or index.width: 0",
+                "index.width loss.widths model.dim model.projection",
+                "the heads do not train at the width that is served, or are the encoder's vector "
+                "itself, which encoder.width cuts",
+                f"index.width: 0 (all); or, with model.projection: true, one of {widths}, or add "
+                "it to loss.widths",
             )
 
     def _classifier(self) -> Iterator[Conflict]:

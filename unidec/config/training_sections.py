@@ -331,14 +331,6 @@ class Loss(Section):
     synonyms: BelowOne = 0.0
     """share of a query's tokens that a step replaces by similar ones (synonym replacement)"""
 
-    def conflicts(self) -> Iterator[Conflict]:
-        if sorted(set(self.widths)) != self.widths:
-            yield Conflict(
-                "loss.widths",
-                "the widths of the heads must be in ascending order, each once",
-                f"loss.widths: {sorted(set(self.widths))}",
-            )
-
 
 class Teacher(Section):
     """An earlier model whose scores both heads learn too (knowledge distillation)."""

@@ -50,7 +50,6 @@ class ReportInput:
         index: facts about the index, such as {"recall@10": 99.8}.
         fusion: "by_tail": metrics by the "tail" weight.
         widths: metrics of the heads on the validation split by the "width" of their vectors.
-        served_width: the one that the bundle has; 0: it is not known.
         calibration: {"probability": [any shape], "correct": [same shape]} of predictions.
         gains, losses: examples {"query", "truth": [title], "predictions": [{"label", "title",
             "score", "correct"}], "missed": [title], "gain": nDCG@5 of the query minus that of
@@ -72,7 +71,6 @@ class ReportInput:
     index: Mapping[str, Any] = field(default_factory=dict)
     fusion: Mapping[str, Any] = field(default_factory=dict)
     widths: Records = ()
-    served_width: int = 0
     calibration: Mapping[str, Any] = field(default_factory=dict)
     gains: Records = ()
     losses: Records = ()

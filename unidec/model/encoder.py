@@ -123,12 +123,12 @@ class TransformerEncoder(nn.Module):
         self.behind = tuple(dense)
         self.dense = nn.Sequential(*dense)
         self.full_width = dense[-1].about.out_features if dense else int(config.hidden_size)
-        if width > self.full_width:
+        if not 0 <= width <= self.full_width:
             raise ConfigError(
-                "the transformer's vector has fewer dimensions",
+                "the transformer's vector has other dimensions",
                 where="encoder.width",
                 got=width,
-                expected=f"at most {self.full_width}",
+                expected=f"1 to {self.full_width}",
                 fix=f"encoder.width: {self.full_width}, or a smaller one",
             )
         self.width = width or self.full_width

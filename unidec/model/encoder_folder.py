@@ -31,7 +31,6 @@ POOLINGS = {
     "weightedmean": "weighted_mean",
 }
 FROM_HERE = {here: there for there, here in POOLINGS.items()}
-_WIDTH = "truncate_dim"
 _FLAGS = "pooling_mode_"  # older files have a key of true or false for each pooling
 # names of the prompts of both sides; the first one that is there counts
 _SIDES = {"query_prompt": ("query",), "label_prompt": ("document", "passage", "corpus")}
@@ -96,7 +95,6 @@ def read_encoder_folder(folder: Path) -> EncoderFolder:
         return EncoderFolder()
     found: dict[str, Any] = {}
     dense = []
-    width = 0
     file = folder / CONFIG
     try:
         architecture = (_read(file).get("architectures") or [""])[0]
@@ -113,11 +111,9 @@ def read_encoder_folder(folder: Path) -> EncoderFolder:
                 dense.append(_dense(file, module["path"]))
             elif name == "Normalize":
                 found["normalizes"] = True
-        for file in (folder / CONFIG, folder / PROMPTS):
-            about = _read(file)
-            width = int(about.get(_WIDTH) or width)
-            if width < 0:
-                raise ValueError(f"{_WIDTH}: {width}")
+        file = folder / PROMPTS
+        about = _read(file)
+        width = int((_read(folder / CONFIG) | about).get("truncate_dim") or 0)
         prompts = about.get("prompts") or {}
         for side, names in _SIDES.items():
             found[side] = next((prompts[name] for name in names if prompts.get(name)), "")

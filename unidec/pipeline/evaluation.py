@@ -222,7 +222,6 @@ def _report(
         model=f"{params.encoder.kind} encoder ({params.encoder.name})",
         index={"kind": info.index_kind, "space": info.space} | result["index"],
         widths=info.card.get("widths", ()),
-        served_width=info.dim,
         fusion={"objective": params.index.objective} | info.card.get("fusion", {}),
         card=data_card(params),
         params=flatten(params),

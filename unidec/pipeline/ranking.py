@@ -29,7 +29,6 @@ from unidec.progress import progress, say
 from unidec.ranking.exact_index import ExactIndex
 from unidec.ranking.fusion import CANDIDATES, Fusion, LabelEvidence
 from unidec.ranking.heads import Heads, PairScores, Ranked, unit_rows
-from unidec.ranking.index import ROWS_AT_ONCE
 from unidec.ranking.neighbours import Neighbours
 from unidec.ranking.query_encoder import Encoded
 from unidec.ranking.ranker import Ranker, Voting
@@ -112,13 +111,11 @@ class Ranking:
         Args:
             is_unit: whether the dual encoder's vectors have unit length.
         """
-        cut = partial(first_dimensions, width=width, is_unit=is_unit)
         encoded = self.encoded
-        encoded = replace(
-            encoded, de_BD=cut("de", encoded.de_BD), clf_BD=cut("clf", encoded.clf_BD)
-        )
-        vectors: dict[str, Any] = {h: cut(h, array) for h, array in self.vectors.items()}
-        return replace(self, encoded=encoded, vectors=vectors)
+        cut = partial(first_dimensions, width=width, is_unit=is_unit)
+        queries = {"de_BD": cut("de", encoded.de_BD), "clf_BD": cut("clf", encoded.clf_BD)}
+        vectors = {head: cut(head, array) for head, array in self.vectors.items()}
+        return replace(self, encoded=replace(encoded, **queries), vectors=vectors)
 
     def with_words(self, words: WordSpace | None) -> Ranking:
         """The same queries with their words (None: without), to compare with training queries."""
@@ -213,25 +210,14 @@ class Ranking:
         return self.metrics_of(np.concatenate([nothing, *rows]))
 
 
-def first_dimensions(
-    head: str, vectors_ND: np.ndarray | None, width: int, is_unit: bool
-) -> np.ndarray | None:
-    """The first dimensions of a head's vectors, float32 [N, width], in a file if they are large;
-    those of the dual encoder of unit length if `is_unit`. Biases, and None, as they are.
+def first_dimensions(head: str, vectors_ND: Any, width: int, is_unit: bool) -> Any:
+    """The first dimensions of a head's vectors, float32 [N, width], those of the dual encoder of
+    unit length if `is_unit`. Biases, and None, as they are.
     """
-    from unidec.training.encoding import vector_file
-
     if vectors_ND is None or head == "bias":
         return vectors_ND
-    shape = (len(vectors_ND), width)
-    cut_NW = vector_file(paths.RUNS, shape)
-    if cut_NW is None:
-        cut_NW = np.empty(shape, dtype=np.float32)
-    for begin in range(0, len(cut_NW), ROWS_AT_ONCE):
-        some = slice(begin, begin + ROWS_AT_ONCE)
-        part = vectors_ND[some, :width]
-        cut_NW[some] = unit_rows(part) if is_unit and head == "de" else part
-    return cut_NW
+    cut_NW = np.ascontiguousarray(vectors_ND[:, :width])
+    return unit_rows(cut_NW) if is_unit and head == "de" else cut_NW
 
 
 def training_neighbours(
@@ -374,11 +360,10 @@ def quality_by_width(ranking: Ranking, params: Params, is_unit: bool) -> list[di
     Args:
         is_unit: as for `Ranking.at_width`.
     """
-    widths = params.loss.widths
-    if not (widths and len(ranking.rows)):
-        return []
-    figures = []
-    for width in [*widths, params.model.dim]:
+    figures: list[dict[str, float]] = []
+    if not params.loss.widths or not len(ranking.rows):
+        return figures
+    for width in (*params.loss.widths, params.model.dim):
         blend = tuned_blend(ranking.at_width(width, is_unit), params, None)
         figures.append({"width": width, **headline(blend.metrics)})
     return figures

@@ -97,11 +97,7 @@ def label_file(model: UniDEC, folder: Path) -> np.ndarray | None:
     """A file for float32 vectors of all labels in place of memory, if they are large (`on_disk`):
     without a name, it is gone when the array or the process is.
     """
-    return vector_file(folder, (model.num_labels, model.settings.dim))
-
-
-def vector_file(folder: Path, shape: tuple[int, int]) -> np.ndarray | None:
-    """A file for float32 vectors in place of memory, as `label_file` of any texts."""
+    shape = (model.num_labels, model.settings.dim)
     return zeros_on_disk(folder, shape, torch.float32).numpy() if on_disk(*shape) else None
 
 

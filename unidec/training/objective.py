@@ -10,7 +10,7 @@ encoder.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -107,37 +107,49 @@ class Objective:
         query_BD, scale = self._queries(de_BD[:num_queries], scale, batch, targets)
         sizes = self.ranks.sizes(len(batch.pool.pool_S))
         label_SD = self._labels(de_BD[num_queries:], sizes, targets)
-        settings = self.settings
+        losses = []
+        for pair in self._views(query_BD, label_SD, self.model.settings.normalize):
+            score_BS = self._products(*pair)
+            losses.append(self._of_scores("de", score_BS, scale, targets, batch=batch, step=step))
+        return torch.stack(losses).sum()
 
-        def of_vectors(query_BD: Tensor, label_SD: Tensor) -> Tensor:
-            similarity_BS = self._products(query_BD, label_SD)
-            loss = self.loss(
-                settings.de, similarity_BS, scale, targets, forward=settings.de_forward, step=step
-            )
-            for method in self.methods.score_losses:
-                loss = loss + method.loss("de", similarity_BS * scale, targets, batch)
-            return loss
-
-        return self._over_views(of_vectors, query_BD, label_SD, self.model.settings.normalize)
-
-    def _over_views(
-        self,
-        loss_of: Callable[[Tensor, Tensor], Tensor],
-        query_BD: Tensor,
-        label_SD: Tensor,
-        is_unit: bool,
-    ) -> Tensor:
-        """The loss of queries and labels, added to that of each view of them, 0-d.
+    def _views(
+        self, query_BD: Tensor, label_SD: Tensor, is_unit: bool
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Queries and labels, then each view of them that methods add.
 
         Args:
             is_unit: vectors have unit length, in each view too.
         """
-        loss = loss_of(query_BD, label_SD)
+        yield query_BD, label_SD
         for view in self.methods.views:
-            pair = [view(query_BD), view(label_SD)]
+            query_BV = view(query_BD)
+            label_SV = view(label_SD)
             if is_unit:
-                pair = [F.normalize(vectors, dim=-1) for vectors in pair]
-            loss = loss + loss_of(*pair)
+                query_BV = F.normalize(query_BV, dim=-1)
+                label_SV = F.normalize(label_SV, dim=-1)
+            yield query_BV, label_SV
+
+    def _of_scores(
+        self,
+        head: str,
+        score_BS: Tensor,
+        scale: Tensor,
+        targets: PoolTargets,
+        *,
+        batch: Prepared,
+        step: int,
+    ) -> Tensor:
+        """The loss of a head by its scores, with what methods add, 0-d; arguments as of `loss`."""
+        settings = self.settings
+        kind = getattr(settings, head)
+        forward = getattr(settings, f"{head}_forward")
+        loss = self.loss(kind, score_BS, scale, targets, forward=forward, step=step)
+        if head == "clf" and settings.clf_bce > 0:
+            bce = self.loss("bce", score_BS, scale, targets, forward=1.0, step=step)
+            loss = loss + settings.clf_bce * bce
+        for method in self.methods.score_losses:
+            loss = loss + method.loss(head, score_BS * scale, targets, batch)
         return loss
 
     def _clf_loss(self, x_BW: Tensor, batch: Prepared, step: int) -> Tensor:
@@ -158,27 +170,20 @@ class Objective:
         is_chunked = settings.clf == "bce" and batch.clf.ids is None
         if is_chunked and settings.reduction == "pol":
             targets = one_positive(targets, len(query_BD), self._generator(step))
-
-        def of_vectors(query_BD: Tensor, row_SD: Tensor) -> Tensor:
+        losses = []
+        for query_BV, row_SV in self._views(query_BD, row_SD, model.settings.clf_cosine):
             if is_chunked:
                 with self.autocast():
-                    return full_bce(
-                        query_BD, row_SD, bias_S1, scale, targets, normalise=settings.bce_normalise
+                    loss = full_bce(
+                        query_BV, row_SV, bias_S1, scale, targets, normalise=settings.bce_normalise
                     )
-            logit_BS = self._products(query_BD, row_SD)
-            if bias_S1 is not None:
-                logit_BS = logit_BS + bias_S1.T
-            loss = self.loss(
-                settings.clf, logit_BS, scale, targets, forward=settings.clf_forward, step=step
-            )
-            if settings.clf_bce > 0:
-                bce = self.loss("bce", logit_BS, scale, targets, forward=1.0, step=step)
-                loss = loss + settings.clf_bce * bce
-            for method in self.methods.score_losses:
-                loss = loss + method.loss("clf", logit_BS * scale, targets, batch)
-            return loss
-
-        return self._over_views(of_vectors, query_BD, row_SD, model.settings.clf_cosine)
+            else:
+                logit_BS = self._products(query_BV, row_SV)
+                if bias_S1 is not None:
+                    logit_BS = logit_BS + bias_S1.T
+                loss = self._of_scores("clf", logit_BS, scale, targets, batch=batch, step=step)
+            losses.append(loss)
+        return torch.stack(losses).sum()
 
     def _rows(self, text_TW: Tensor, batch: Prepared) -> tuple[Tensor, Tensor | None]:
         """The classifier's rows [S, D] and biases [S, 1] of the labels that this rank compares with
