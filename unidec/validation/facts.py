@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -118,7 +117,7 @@ def space_needed(dataset: XMCDataset) -> int:
     return TEXT_BYTES * num_texts + PAIR_BYTES * dataset.relevance.nnz
 
 
-def _texts(dataset: XMCDataset, which: str, text: Text) -> Iterator[pa.RecordBatch]:
+def _texts(dataset: XMCDataset, which: str, text: Text) -> Iterator[pa.Table]:
     """Facts about single texts, in blocks of rows."""
     table = getattr(dataset, which)
     for start in range(0, max(table.num_rows, 1), BATCH_ROWS):
@@ -135,18 +134,10 @@ def _texts(dataset: XMCDataset, which: str, text: Text) -> Iterator[pa.RecordBat
         if which == "queries":
             columns["split"] = np.asarray(dataset.split_N[start:end])
             columns["num_positives"] = np.diff(dataset.relevance.indptr[start : end + 1])
-        columns = {name: pa.concat_arrays(_chunks(values)) for name, values in columns.items()}
-        yield pa.RecordBatch.from_pydict(columns)
+        yield pa.table(columns)
 
 
-def _chunks(values: Any) -> list[pa.Array]:
-    """Arrow arrays of a column, at least one."""
-    if isinstance(values, pa.ChunkedArray):
-        return values.chunks or [pa.array([], values.type)]
-    return [pa.array(values)]
-
-
-def _tokens(dataset: XMCDataset, which: str, reading: Reading) -> Iterator[pa.RecordBatch]:
+def _tokens(dataset: XMCDataset, which: str, reading: Reading) -> Iterator[pa.Table]:
     """Facts about the tokens of texts, in blocks: of all labels, and of evenly spaced queries."""
     assert reading.tokenizer is not None
     labels = which == "labels"
@@ -164,15 +155,15 @@ def _tokens(dataset: XMCDataset, which: str, reading: Reading) -> Iterator[pa.Re
             "tokens": as_bytes(tokens, tokens.ids.dtype, 0),
             "is_cut": tokens.lengths() >= reading.max_length,
         }
-        yield pa.RecordBatch.from_pydict(columns)
+        yield pa.table(columns)
 
 
-def _pairs(matrix: csr_matrix) -> Iterator[pa.RecordBatch]:
+def _pairs(matrix: csr_matrix) -> Iterator[pa.Table]:
     for start, end in row_blocks(matrix.indptr):
         pairs = matrix[start:end].tocoo()
         query_P = pairs.row.astype(np.int64) + start
         columns = {"query": query_P, "label": pairs.col, "relevance": pairs.data}
-        yield pa.RecordBatch.from_pydict(columns)
+        yield pa.table(columns)
 
 
 COUNTED = (
