@@ -272,9 +272,7 @@ def split_changed(raw: RawData, num_leaked: int) -> XMCDataset:
     test = raw.queries["test"]
     rest = raw.take({"train": kept})
     relevance = vstack([raw.relevance["train"][champions], raw.relevance["test"]], format="csr")
-    filters = vstack(
-        [raw.filter_pairs["train"][champions], raw.filter_pairs["test"]], format="csr"
-    )
+    filters = vstack([raw.filter_pairs["train"][champions], raw.filter_pairs["test"]], format="csr")
     changed = RawData(
         raw.name,
         {"train": rest.queries["train"], "test": pa.concat_tables([leaked, test])},
