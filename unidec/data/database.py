@@ -50,8 +50,7 @@ def database(folder: Path | None = None) -> Iterator[Database]:
     }
     connection = duckdb.connect(":memory:", config=config)
     try:
-        for setting in ("enable_external_access = false", "lock_configuration = true"):
-            connection.execute(f"SET {setting}")
+        connection.execute("SET enable_external_access = false; SET lock_configuration = true")
         yield connection
     except (duckdb.IOException, duckdb.OutOfMemoryException) as error:
         if "temp_directory" not in str(error) and "No space left" not in str(error):

@@ -83,21 +83,23 @@ def csr_on_disk(
     columns = Numbers(np.int32, folder)
     values = Numbers(dtype, folder)
     ends.add([0])
-    last = (0, -1)  # the pair before the block; all rows before it are complete
+    last_pair = -1
+    row = 0  # all rows before it are complete
     done = 0
     for block in blocks:
         row_P, column_P, value_P = (column.to_numpy() for column in block.columns)
-        is_new_P = np.diff(row_P, prepend=last[0]) != 0
-        is_new_P |= np.diff(column_P, prepend=last[1]) != 0
+        pair_P = row_P * np.int64(shape[1]) + column_P
+        is_new_P = np.diff(pair_P, prepend=last_pair) > 0
         row_P = row_P[is_new_P]
         columns.add(column_P[is_new_P])
         values.add(value_P[is_new_P])
         if len(row_P):
-            complete = np.arange(last[0], row_P[-1])
+            complete = np.arange(row, row_P[-1])
             ends.add(done + np.searchsorted(row_P, complete, side="right"))
-            last = (row_P[-1], column_P[-1])
+            row = row_P[-1]
+            last_pair = pair_P[-1]
         done += len(row_P)
-    ends.add(np.full(shape[0] - last[0], done))
+    ends.add(np.full(shape[0] - row, done))
     matrix = csr_matrix((values.array(), columns.array(), ends.array()), shape=shape, copy=False)
     matrix.has_sorted_indices = matrix.has_canonical_format = True
     return matrix

@@ -4,17 +4,12 @@ network.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from jinja2 import BytecodeCache
-from jinja2.bccache import Bucket
 
 from unidec.evaluation.page import render
 
@@ -79,44 +74,12 @@ def run_checkpoint(
             actions=actions,
             result_format={"result_format": "SUMMARY"},
         )
-        with _templates_compiled_once():
-            frame = pd.DataFrame(numbers)
-            run = context.checkpoints.add(checkpoint).run(batch_parameters={"dataframe": frame})
+        frame = pd.DataFrame(numbers)
+        run = context.checkpoints.add(checkpoint).run(batch_parameters={"dataframe": frame})
     by_table = {result.suite_name: result for result in run.run_results.values()}
     if docs is not None:
         _without_network(docs, {table: bool(result.success) for table, result in by_table.items()})
     return [bool(item.success) for table in suites for item in by_table[table].results]
-
-
-class _Templates(BytecodeCache):
-    """Compiled templates, in memory."""
-
-    def __init__(self) -> None:
-        self.compiled: dict[tuple[str, str], Any] = {}
-
-    def load_bytecode(self, bucket: Bucket) -> None:
-        bucket.code = self.compiled.get((bucket.key, bucket.checksum))
-
-    def dump_bytecode(self, bucket: Bucket) -> None:
-        self.compiled[bucket.key, bucket.checksum] = bucket.code
-
-
-_TEMPLATES = _Templates()
-
-
-@contextlib.contextmanager
-def _templates_compiled_once() -> Iterator[None]:
-    """Great Expectations compiles its templates again for each kind of page and each suite, which
-    takes a fourth of a checkpoint's time.
-    """
-    from great_expectations.render.view import view
-
-    environment = view.Environment
-    view.Environment = functools.partial(environment, bytecode_cache=_TEMPLATES)
-    try:
-        yield
-    finally:
-        view.Environment = environment
 
 
 def _site(docs: Path) -> dict[str, Any]:

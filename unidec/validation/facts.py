@@ -36,33 +36,44 @@ FROM given LEFT JOIN filters USING (query, label)
 """
 QUERIES = """
 CREATE TABLE queries AS
-WITH read AS (SELECT * EXCLUDE text, hash(text) AS text_hash FROM given),
-trained AS (SELECT DISTINCT text_hash, true AS is_trained FROM read WHERE split = 0)
-SELECT * EXCLUDE (is_trained, text_hash, token_hash, is_cut),
-  CASE WHEN text_length > 0 THEN count(*) OVER (PARTITION BY text_hash) ELSE 1 END
-    AS queries_with_this_text,
+WITH read AS MATERIALIZED (SELECT * EXCLUDE text, hash(text) AS text_hash FROM given),
+twice AS (
+  SELECT text_hash, count(*) AS with_text FROM read GROUP BY text_hash HAVING count(*) > 1
+),
+trained AS (
+  SELECT DISTINCT text_hash, true AS is_trained FROM read
+  WHERE split = 0 AND text_hash IN (SELECT text_hash FROM read WHERE split = 2)
+)
+SELECT * EXCLUDE (text_hash, with_text, is_trained, token_hash, is_cut),
+  CASE WHEN text_length > 0 THEN coalesce(with_text, 1) ELSE 1 END AS queries_with_this_text,
   CASE WHEN split = 2 AND text_length > 0 THEN (is_trained IS NOT NULL)::INT END AS text_in_train
-FROM read LEFT JOIN trained USING (text_hash) LEFT JOIN tokens USING (row)
+FROM read LEFT JOIN twice USING (text_hash) LEFT JOIN trained USING (text_hash)
+LEFT JOIN tokens USING (row)
 """
 LABELS = """
 CREATE TABLE labels AS
-WITH read AS (SELECT * EXCLUDE text, hash(text) AS text_hash FROM given),
+WITH read AS MATERIALIZED (
+  SELECT * EXCLUDE text, hash(text) AS text_hash FROM given LEFT JOIN tokens USING (row)
+),
+twice AS (
+  SELECT text_hash, count(*) AS with_text FROM read GROUP BY text_hash HAVING count(*) > 1
+),
+alike AS (
+  SELECT token_hash, count(*) AS with_tokens FROM read GROUP BY token_hash HAVING count(*) > 1
+),
 trained AS (
-  SELECT label AS row, count(*) AS num_train_queries
-  FROM pairs JOIN queries ON query = queries.row
+  SELECT label AS row, count(*) AS num_queries FROM pairs JOIN queries ON query = queries.row
   WHERE split = 0 AND relevance > 0 GROUP BY label
 ),
 counted AS (
-  SELECT *, CASE WHEN text_length > 0 THEN count(*) OVER (PARTITION BY text_hash) ELSE 1 END
-    AS labels_with_this_text,
-  CASE WHEN text_length > 0 THEN count(token_hash) OVER (PARTITION BY token_hash) ELSE 1 END
-    AS with_tokens
-  FROM read LEFT JOIN tokens USING (row)
+  SELECT * EXCLUDE (with_text, num_queries), coalesce(num_queries, 0) AS num_train_queries,
+    CASE WHEN text_length > 0 THEN coalesce(with_text, 1) ELSE 1 END AS labels_with_this_text
+  FROM read LEFT JOIN twice USING (text_hash) LEFT JOIN trained USING (row)
 )
-SELECT * EXCLUDE (text_hash, token_hash, with_tokens, num_train_queries),
-  coalesce(num_train_queries, 0) AS num_train_queries,
-  greatest(with_tokens - labels_with_this_text, 0) AS labels_with_these_tokens
-FROM counted LEFT JOIN trained USING (row)
+SELECT * EXCLUDE (text_hash, token_hash, with_tokens),
+  CASE WHEN text_length > 0 AND with_tokens > labels_with_this_text
+    THEN with_tokens - labels_with_this_text ELSE 0 END AS labels_with_these_tokens
+FROM counted LEFT JOIN alike USING (token_hash)
 """
 
 
