@@ -24,7 +24,7 @@ from unidec.data.spool import BLOCK_ROWS, Numbers
 from unidec.data.temporary import remove, remove_stale, temporary_path
 
 Database = duckdb.DuckDBPyConnection
-MEMORY_MIB = 256  # for two threads; more threads get as much each
+MEMORY_MIB = 512  # for two threads; more threads get as much each
 _NAME = "tables"
 
 
@@ -61,16 +61,16 @@ def database(folder: Path | None = None) -> Iterator[Database]:
         remove(spill)
 
 
-def fill(tables: Database, statement: str, blocks: Iterator[pa.Table]) -> None:
-    """Run a statement that reads the rows of `blocks`, one after the other, as a table `given`.
-    There is at least one block, which may be empty.
+def fill(tables: Database, statements: str, blocks: Iterator[pa.Table]) -> None:
+    """Run statements, of which the first reads the rows of `blocks` as a table `given`. There is at
+    least one block, which may be empty.
     """
     first = next(blocks)
     batches = (block.to_batches() for block in itertools.chain([first], blocks))
     reader = pa.RecordBatchReader.from_batches(first.schema, itertools.chain.from_iterable(batches))
     tables.register("given", reader)
     try:
-        tables.execute(statement)
+        tables.execute(statements)
     finally:
         tables.unregister("given")
 

@@ -26,6 +26,7 @@ TOKENISED_QUERIES = 20_000  # number of evenly spaced queries whose tokens are c
 TEXT_BYTES = 160
 PAIR_BYTES = 64
 
+# One join a statement: each needs memory for itself
 TOKENS = """
 CREATE OR REPLACE TABLE tokens (row BIGINT, unknown_tokens DOUBLE, token_hash UBIGINT, is_cut BOOL)
 """
@@ -34,46 +35,44 @@ CREATE TABLE pairs AS
 SELECT given.*, filters.query IS NOT NULL AS filtered
 FROM given LEFT JOIN filters USING (query, label)
 """
+TEXTS = """
+CREATE OR REPLACE TABLE read AS SELECT * EXCLUDE text, hash(text) AS text_hash FROM given;
+CREATE OR REPLACE TABLE twice AS
+  SELECT text_hash, count(*) AS with_text FROM read GROUP BY text_hash HAVING count(*) > 1;
+CREATE OR REPLACE TABLE counted AS
+  SELECT * EXCLUDE with_text,
+    CASE WHEN text_length > 0 THEN coalesce(with_text, 1) ELSE 1 END AS with_this_text
+  FROM read LEFT JOIN twice USING (text_hash);
+CREATE OR REPLACE TABLE read AS
+  SELECT counted.*, unknown_tokens, token_hash, is_cut FROM counted LEFT JOIN tokens USING (row);
+"""
 QUERIES = """
-CREATE TABLE queries AS
-WITH read AS MATERIALIZED (SELECT * EXCLUDE text, hash(text) AS text_hash FROM given),
-twice AS (
-  SELECT text_hash, count(*) AS with_text FROM read GROUP BY text_hash HAVING count(*) > 1
-),
-trained AS (
+CREATE TABLE trained AS
   SELECT DISTINCT text_hash, true AS is_trained FROM read
-  WHERE split = 0 AND text_hash IN (SELECT text_hash FROM read WHERE split = 2)
-)
-SELECT * EXCLUDE (text_hash, with_text, is_trained, token_hash, is_cut),
-  CASE WHEN text_length > 0 THEN coalesce(with_text, 1) ELSE 1 END AS queries_with_this_text,
-  CASE WHEN split = 2 AND text_length > 0 THEN (is_trained IS NOT NULL)::INT END AS text_in_train
-FROM read LEFT JOIN twice USING (text_hash) LEFT JOIN trained USING (text_hash)
-LEFT JOIN tokens USING (row)
+  WHERE split = 0 AND text_hash IN (SELECT text_hash FROM read WHERE split = 2);
+CREATE TABLE queries AS
+  SELECT * EXCLUDE (text_hash, token_hash, is_cut, is_trained, with_this_text),
+    with_this_text AS queries_with_this_text,
+    CASE WHEN split = 2 AND text_length > 0 THEN (is_trained IS NOT NULL)::INT END AS text_in_train
+  FROM read LEFT JOIN trained USING (text_hash);
 """
 LABELS = """
+CREATE TABLE alike AS
+  SELECT token_hash, count(*) AS with_tokens FROM tokens GROUP BY token_hash HAVING count(*) > 1;
+CREATE OR REPLACE TABLE counted AS
+  SELECT * EXCLUDE (with_tokens, text_hash, token_hash),
+    CASE WHEN text_length > 0 AND with_tokens > with_this_text
+      THEN with_tokens - with_this_text ELSE 0 END AS labels_with_these_tokens
+  FROM read LEFT JOIN alike USING (token_hash);
+CREATE OR REPLACE TABLE trained AS
+  SELECT label FROM pairs JOIN queries ON query = queries.row WHERE split = 0 AND relevance > 0;
+CREATE OR REPLACE TABLE trained AS
+  SELECT label AS row, count(*) AS num_queries FROM trained GROUP BY label;
 CREATE TABLE labels AS
-WITH read AS MATERIALIZED (
-  SELECT * EXCLUDE text, hash(text) AS text_hash FROM given LEFT JOIN tokens USING (row)
-),
-twice AS (
-  SELECT text_hash, count(*) AS with_text FROM read GROUP BY text_hash HAVING count(*) > 1
-),
-alike AS (
-  SELECT token_hash, count(*) AS with_tokens FROM read GROUP BY token_hash HAVING count(*) > 1
-),
-trained AS (
-  SELECT label AS row, count(*) AS num_queries FROM pairs JOIN queries ON query = queries.row
-  WHERE split = 0 AND relevance > 0 GROUP BY label
-),
-counted AS (
-  SELECT * EXCLUDE (with_text, num_queries), coalesce(num_queries, 0) AS num_train_queries,
-    CASE WHEN text_length > 0 THEN coalesce(with_text, 1) ELSE 1 END AS labels_with_this_text
-  FROM read LEFT JOIN twice USING (text_hash) LEFT JOIN trained USING (row)
-)
-SELECT * EXCLUDE (text_hash, token_hash, with_tokens),
-  CASE WHEN text_length > 0 AND with_tokens > labels_with_this_text
-    THEN with_tokens - labels_with_this_text ELSE 0 END AS labels_with_these_tokens
-FROM counted LEFT JOIN alike USING (token_hash)
+  SELECT * EXCLUDE (num_queries, with_this_text), with_this_text AS labels_with_this_text,
+    coalesce(num_queries, 0) AS num_train_queries
+  FROM counted LEFT JOIN trained USING (row);
+DROP TABLE counted; DROP TABLE read; DROP TABLE tokens; DROP TABLE trained;
 """
 
 
@@ -119,7 +118,8 @@ def collect_facts(tables: Database, dataset: XMCDataset, reading: Reading) -> No
         if reading.tokenizer is not None:
             known = "INSERT INTO tokens SELECT row, unknown, hash(tokens), is_cut FROM given"
             fill(tables, known, _tokens(dataset, which, reading))
-        fill(tables, statement, _texts(dataset, which, reading.text))
+        fill(tables, TEXTS, _texts(dataset, which, reading.text))
+        tables.execute(statement)
 
 
 def space_needed(dataset: XMCDataset) -> int:
