@@ -145,6 +145,7 @@ def measured(work: Path, name: str, command: list[str]) -> Facts:
     disk after it.
     """
     begin = time.perf_counter()
+    before = os.times()
     peaks = {"anonymous": 0, "resident": 0}
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
@@ -169,12 +170,16 @@ def measured(work: Path, name: str, command: list[str]) -> Facts:
         raise SystemExit(
             f"{name} ended with {process.returncode}; the end of {work / name}.log:\n{tail}"
         )
+    after = os.times()
+    user = after.children_user - before.children_user
+    system = after.children_system - before.children_system
     said = work / f"{name}.json"
     on_disk = sum(
         file.stat().st_size for file in work.rglob("*") if file.is_file() and not file.is_symlink()
     )
     return {
         "seconds": round(time.perf_counter() - begin, 1),
+        "processor_seconds": round(user + system, 1),
         "peak_mib": round(peaks["resident"] / MIB),
         "anonymous_mib": round(peaks["anonymous"] / MIB),
         "disk_mib": round(on_disk / MIB),

@@ -60,7 +60,7 @@ def test_blocks_cover_all_labels_within_the_budget(monkeypatch):
     monkeypatch.setattr(label_graph, "_PAIRS_AT_ONCE", 40)
     binary = (random_relevance(5) > 0).astype(np.int32).tocsr()
     transposed = binary.T.tocsr()
-    blocks = label_graph._blocks(binary, transposed)
+    blocks = list(label_graph._blocks(binary, transposed))
     assert [start for start, _ in blocks] == [0] + [stop for _, stop in blocks[:-1]]
     assert blocks[-1][1] == 20
     assert len(blocks) > 3

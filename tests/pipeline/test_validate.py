@@ -4,13 +4,19 @@ is.
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from unidec import pipeline
 from unidec.config import load_params
-from unidec.errors import DataError
+from unidec.data.spool import Numbers
+from unidec.errors import ArtifactError, DataError
 from unidec.pipeline import paths
 
 
@@ -71,3 +77,73 @@ def test_rows_of_files_that_changed_since_ingest_are_named_by_uid(one_empty_text
         pipeline.validate(params)
     assert "queries.csv" not in str(caught.value)
     assert "(q41)" in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["temporary files", "data set"])
+def test_ingest_on_a_full_disk_names_the_bytes_and_leaves_nothing(
+    one_empty_text: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def full(*_arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    params = load_params(None, {"data.path": str(one_empty_text)})
+    needed = sum(file.stat().st_size for file in one_empty_text.iterdir())
+    if place == "temporary files":
+        monkeypatch.setattr(Numbers, "add", full)
+    else:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(ArtifactError, match="no space left") as caught:
+        pipeline.ingest(params)
+    found = re.search(r"at least ([\d,]+) bytes", str(caught.value))
+    assert found and int(found[1].replace(",", "")) >= needed
+    assert [path.name for path in paths.DATASET.parent.iterdir()] == ["raw"]
+    monkeypatch.undo()
+    monkeypatch.chdir(one_empty_text.parents[2])
+    assert pipeline.ingest(params)["num_pairs"] == 600
+
+
+def test_validation_on_a_full_disk_names_the_bytes(
+    one_empty_text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = load_params(None, {"data.path": str(one_empty_text)})
+    pipeline.ingest(params)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(ArtifactError, match=r"no space left[^§]*at least [\d,]+ bytes"):
+        pipeline.validate(params)
+    assert not paths.VALIDATION.exists()
+    monkeypatch.undo()
+    monkeypatch.chdir(one_empty_text.parents[2])
+    assert pipeline.validate(params).success
+
+
+@pytest.mark.parametrize("where", ["first", "middle", "last"])
+def test_one_bad_row_among_many_is_named_with_its_line(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each file, whatever the blocks in which it is read."""
+    monkeypatch.chdir(tmp_path)
+    count = 150_000
+    row = {"first": 0, "middle": 70_001, "last": count - 1}[where]
+    folder = tmp_path / "raw"
+    folder.mkdir()
+    (folder / "queries.csv").write_text(
+        "id,text\n" + "".join(f"q{number},words {number}\n" for number in range(count))
+    )
+    (folder / "labels.csv").write_text("id,text\n" + "".join(f"l{n},label {n}\n" for n in range(9)))
+    lines = [f"q{number},l{number % 9},1\n" for number in range(count)]
+    good = "q3,l3,1\n"
+    for bad, words in (
+        ("q1,nobody,1\n", "unknown label"),
+        ("nobody,l1,1\n", "unknown query"),
+        ("q1,l5,-2\n", "not a positive number"),
+        (good, "given twice"),
+    ):
+        changed = [*lines[:row], bad, *lines[row:]]
+        (folder / "pairs.csv").write_text("query_id,label_id,relevance\n" + "".join(changed))
+        with pytest.raises(DataError) as caught:
+            pipeline.ingest(load_params(None, {"data.path": str(folder)}))
+        text = str(caught.value)
+        # of a repeated pair the later one is named
+        line = max(row, 4) + 2 if bad is good and row == 0 else row + 2
+        assert f"pairs.csv:{line} " in text and words in text, text
+        assert "1 kind(s)" in text, text

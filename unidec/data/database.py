@@ -21,24 +21,20 @@ import pyarrow as pa
 
 from unidec.cores import usable_cores
 from unidec.data.spool import BLOCK_ROWS, Numbers
-from unidec.data.storage import storage_error
 from unidec.data.temporary import remove, remove_stale, temporary_path
 
 Database = duckdb.DuckDBPyConnection
-MEMORY_MIB = 256  # for two threads; more threads get as much each
+MEMORY_MIB = 512  # for two threads; more threads get as much each
 _NAME = "tables"
 
 
 @contextlib.contextmanager
-def database(folder: Path | None = None, num_bytes: int = 0) -> Iterator[Database]:
+def database(folder: Path | None = None) -> Iterator[Database]:
     """An empty database, whose temporary files are in a folder in `folder` (None: in the system's
     folder for temporary files) until the block ends.
 
-    Args:
-        num_bytes: about how much it needs on disk, for the error message if there is no space.
-
     Raises:
-        ArtifactError: there is no space for the temporary files.
+        OSError: there is no space for the temporary files.
     """
     folder = folder or Path(tempfile.gettempdir())
     remove_stale(folder, _NAME)
@@ -54,27 +50,27 @@ def database(folder: Path | None = None, num_bytes: int = 0) -> Iterator[Databas
     }
     connection = duckdb.connect(":memory:", config=config)
     try:
-        for setting in ("enable_external_access = false", "lock_configuration = true"):
-            connection.execute(f"SET {setting}")
+        connection.execute("SET enable_external_access = false; SET lock_configuration = true")
         yield connection
     except (duckdb.IOException, duckdb.OutOfMemoryException) as error:
-        full = OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({str(error)[:200]})")
-        raise storage_error(spill, full, num_bytes) from error
+        if "temp_directory" not in str(error) and "No space left" not in str(error):
+            raise
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({str(error)[:200]})") from error
     finally:
         connection.close()
         remove(spill)
 
 
-def fill(tables: Database, select: str, blocks: Iterable[pa.RecordBatch]) -> None:
-    """Run a statement that reads the rows of `blocks`, one after the other, as a table `given`;
-    there is at least one block.
+def fill(tables: Database, statements: str, blocks: Iterator[pa.Table]) -> None:
+    """Run statements, of which the first reads the rows of `blocks` as a table `given`. There is at
+    least one block, which may be empty.
     """
-    blocks = iter(blocks)
     first = next(blocks)
-    reader = pa.RecordBatchReader.from_batches(first.schema, itertools.chain([first], blocks))
+    batches = (block.to_batches() for block in itertools.chain([first], blocks))
+    reader = pa.RecordBatchReader.from_batches(first.schema, itertools.chain.from_iterable(batches))
     tables.register("given", reader)
     try:
-        tables.execute(select)
+        tables.execute(statements)
     finally:
         tables.unregister("given")
 
@@ -106,11 +102,10 @@ def first_rows(
     return numbers.array()
 
 
-def _numbered(texts: Iterable[pa.Array]) -> Iterator[pa.RecordBatch]:
+def _numbered(texts: Iterable[pa.Array]) -> Iterator[pa.Table]:
     """Texts as bytes, with their rows."""
     row = 0
     for block in itertools.chain(texts, [pa.array([], pa.large_string())]):
         rows = np.arange(row, row + len(block))
-        given = {"row": rows, "text": block.cast(pa.large_binary())}
-        yield pa.RecordBatch.from_pydict(given)
+        yield pa.table({"row": rows, "text": block.cast(pa.large_binary())})
         row += len(block)

@@ -143,7 +143,7 @@ def hold_out(
         # would come first
         families = (
             "CREATE TABLE families AS "
-            "SELECT first, count(*) AS size, max(hash) AS hash FROM given GROUP BY first"
+            "SELECT first, count(*) AS size, arg_min(hash, row) AS hash FROM given GROUP BY first"
         )
         fill(tables, families, _members(queries, first_N, seed))
         sizes = f"SELECT first, size FROM families WHERE size <= {largest} ORDER BY hash, first"
@@ -162,20 +162,17 @@ def hold_out(
     return chosen_N[first_N]
 
 
-def _members(queries: pa.Table, first_N: np.ndarray, seed: int) -> Iterator[pa.RecordBatch]:
-    """Family of each query, and a hash of the first member of each, in blocks."""
-    row = 0
-    for block in queries.select(["uid"]).to_batches():
-        first_B = first_N[row : row + block.num_rows]
-        digests = [
-            hashlib.blake2b(f"{seed}|{uid}".encode(), digest_size=8).digest()
-            for uid in block["uid"].to_pylist()
-        ]
+def _members(queries: pa.Table, first_N: np.ndarray, seed: int) -> Iterator[pa.Table]:
+    """Row, family, and a hash of seed and uid of each query, in blocks."""
+    start = 0
+    for block in queries.to_batches():
+        end = start + block.num_rows
+        members = [f"{seed}|{uid}".encode() for uid in block["uid"].to_pylist()]
+        digests = [hashlib.blake2b(member, digest_size=8).digest() for member in members]
         hash_B = np.frombuffer(b"".join(digests), dtype=">u8").astype(np.uint64)
-        is_member_B = first_B != np.arange(row, row + block.num_rows)
-        hashes = pa.array(hash_B, mask=is_member_B)
-        yield pa.RecordBatch.from_pydict({"first": first_B, "hash": hashes})
-        row += block.num_rows
+        columns = {"row": np.arange(start, end), "first": first_N[start:end], "hash": hash_B}
+        yield pa.table(columns)
+        start = end
 
 
 def make_slice(raw: RawData, num_train: int, num_test: int) -> RawData:

@@ -6,81 +6,42 @@ Shape suffix: P pairs of a block.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from scipy.sparse import csr_matrix
 
-from unidec.data.storage import storage_error
-
 BLOCK_ROWS = 65_536
 _CODES = {"int32": "i", "int64": "q", "float64": "d", "float32": "f", "bool": "b"}
 
 
-class Spool:
-    """Bytes in the order in which they are written.
+class Numbers:
+    """A one-dimensional array that grows at its end.
 
     Args:
-        folder: of the file; None: the system's folder for temporary files.
+        folder: of its file; None: the system's folder for temporary files.
     """
 
-    closed = False  # as Arrow asks of a file
-
-    def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder or Path(tempfile.gettempdir())
+    def __init__(self, dtype: npt.DTypeLike, folder: Path | None = None) -> None:
+        self._dtype = np.dtype(dtype)
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-        self._size = 0
+        self._few = array(_CODES[self._dtype.name])  # not written yet
 
     def __del__(self) -> None:
         self._file.close()  # a mapping stays
 
-    def write(self, data: Any) -> int:
-        """Append bytes."""
-        self._size += memoryview(data).nbytes
-        with self._naming_size():
-            return self._file.write(data)
-
-    def flush(self) -> None:
-        """For Arrow."""
-
-    def content(self) -> bytes | mmap.mmap:
-        """All bytes; nothing may be written after that."""
-        with self._naming_size():
-            self._file.flush()
-        if not self._size:
-            return b""
-        return mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
-
-    @contextlib.contextmanager
-    def _naming_size(self) -> Iterator[None]:
-        """Raises ArtifactError: no space, with the bytes needed so far."""
-        try:
-            yield
-        except OSError as error:
-            raise storage_error(self._folder / "temporary file", error, self._size) from error
-
-
-class Numbers:
-    """A one-dimensional array that grows at its end."""
-
-    def __init__(self, dtype: npt.DTypeLike, folder: Path | None = None) -> None:
-        self._dtype = np.dtype(dtype)
-        self._spool = Spool(folder)
-        self._few = array(_CODES[self._dtype.name])  # not written yet
-
     def add(self, values: npt.ArrayLike) -> None:
         """Append an array, which is cast."""
-        self._spool.write(np.ascontiguousarray(values, self._dtype).data)
+        self._file.write(np.ascontiguousarray(values, self._dtype).data)
 
-    def extend(self, values: Iterable[float]) -> None:
+    def extend(self, values: Iterable[Any]) -> None:
         """Append a few numbers; not together with `add`."""
         self._few.extend(values)
         if len(self._few) > BLOCK_ROWS:
@@ -89,20 +50,24 @@ class Numbers:
 
     def array(self) -> np.ndarray:
         """All numbers, read-only; nothing may be added after that."""
-        if self._few:
-            self.add(self._few)
-        return np.frombuffer(self._spool.content(), self._dtype)
+        self.add(self._few)
+        return np.frombuffer(_mapped(self._file), self._dtype)
+
+
+def _mapped(file: IO[bytes]) -> bytes | mmap.mmap:
+    file.flush()
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if file.tell() else b""
 
 
 def table_on_disk(
     blocks: Iterable[pa.Table], schema: pa.Schema, folder: Path | None = None
 ) -> pa.Table:
     """The rows of all blocks as one table."""
-    spool = Spool(folder)
-    with pa.ipc.new_stream(pa.PythonFile(spool, "w"), schema) as writer:
-        for block in blocks:
-            writer.write_table(block)
-    return pa.ipc.open_stream(pa.py_buffer(spool.content())).read_all()
+    with tempfile.TemporaryFile(dir=folder) as file:
+        with pa.ipc.new_stream(pa.PythonFile(file, "w"), schema) as writer:
+            for block in blocks:
+                writer.write_table(block)
+        return pa.ipc.open_stream(pa.py_buffer(_mapped(file))).read_all()
 
 
 def csr_on_disk(
@@ -118,21 +83,23 @@ def csr_on_disk(
     columns = Numbers(np.int32, folder)
     values = Numbers(dtype, folder)
     ends.add([0])
-    last = (0, -1)  # the pair before the block; all rows before it are complete
+    last_pair = -1
+    row = 0  # all rows before it are complete
     done = 0
     for block in blocks:
         row_P, column_P, value_P = (column.to_numpy() for column in block.columns)
-        is_new_P = np.diff(row_P, prepend=last[0]) != 0
-        is_new_P |= np.diff(column_P, prepend=last[1]) != 0
+        pair_P = row_P * np.int64(shape[1]) + column_P
+        is_new_P = np.diff(pair_P, prepend=last_pair) > 0
         row_P = row_P[is_new_P]
         columns.add(column_P[is_new_P])
         values.add(value_P[is_new_P])
         if len(row_P):
-            complete = np.arange(last[0], row_P[-1])
+            complete = np.arange(row, row_P[-1])
             ends.add(done + np.searchsorted(row_P, complete, side="right"))
-            last = (row_P[-1], column_P[-1])
+            row = row_P[-1]
+            last_pair = pair_P[-1]
         done += len(row_P)
-    ends.add(np.full(shape[0] - last[0], done))
+    ends.add(np.full(shape[0] - row, done))
     matrix = csr_matrix((values.array(), columns.array(), ends.array()), shape=shape, copy=False)
     matrix.has_sorted_indices = matrix.has_canonical_format = True
     return matrix

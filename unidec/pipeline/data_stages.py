@@ -18,7 +18,7 @@ from unidec.data.dataset import write_dataset
 from unidec.data.formats import find_rows, read_section
 from unidec.data.label_graph import build_label_graph, load_label_graph
 from unidec.data.propensity import build_propensity, load_propensity
-from unidec.data.storage import file_sha256, files_sha256, read_json, swap_folder
+from unidec.data.storage import file_sha256, files_sha256, naming_space, read_json, swap_folder
 from unidec.data.tokens import TokenCache, build_token_cache, encode_texts
 from unidec.errors import ConfigError, DataError
 from unidec.metric_names import GROUPS
@@ -73,11 +73,14 @@ def ingest(params: Params) -> dict[str, str | int]:
         the data set's name, format, sizes and hash.
     """
     data = params.data
-    paths.DATASET.parent.mkdir(parents=True, exist_ok=True)
-    raw = read_section(params.data, params.raw, paths.DATASET.parent)
-    dataset = write_dataset(
-        paths.DATASET, raw, validation_share=data.validation_share, split_seed=data.split_seed
-    )
+    scratch = paths.DATASET.parent
+    scratch.mkdir(parents=True, exist_ok=True)
+    files = _listed(Path(data.path))
+    with naming_space(paths.DATASET, sum(map(os.path.getsize, files.values()))):
+        raw = read_section(params.data, params.raw, scratch)
+        dataset = write_dataset(
+            paths.DATASET, raw, validation_share=data.validation_share, split_seed=data.split_seed
+        )
     meta = dataset.manifest["meta"]
     facts = {key: meta[key] for key in ("name", "format", "num_labels", "num_pairs")}
     return {**facts, **meta["splits"], "sha256": dataset.sha256}

@@ -4,71 +4,37 @@ network.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import re
 import shutil
-import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-from jinja2 import BytecodeCache
-from jinja2.bccache import Bucket
-
 from unidec.evaluation.page import render
 
-MAX_SAMPLES = 20
 _EXTERNAL = re.compile(r"<(script|style|footer)\b.*?</\1>|<(link|img)\b[^>]*>", re.DOTALL)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """What was counted for a check, and the bound that it is compared with.
-
-    Attributes:
-        column: of the check; None: a number of rows.
-        name: what was counted; the column of the table that Great Expectations checks.
-        description: what is expected.
-        value: the share of bad rows, the mean, or the number of rows.
-        minimum, maximum: bounds of the value.
-        count, of: number of bad rows, and of rows with a value; 0 for a mean or a number of rows.
-        samples: at most `MAX_SAMPLES` bad rows.
-    """
-
-    table: str
-    name: str
-    description: str
-    value: float
-    severity: str
-    column: str | None = None
-    minimum: int | None = None
-    maximum: float | None = None
-    count: int = 0
-    of: int = 0
-    samples: tuple[dict[str, Any], ...] = ()
-    key: str = ""
-    fix: str = ""
-
-
-def run_checkpoint(name: str, found: Sequence[Found], docs: Path | None) -> list[bool]:
-    """Judge what was counted in a data set, as one checkpoint.
+def run_checkpoint(
+    name: str, counted: Sequence[Mapping[str, Any]], docs: Path | None
+) -> list[bool]:
+    """Judge what was counted in the tables of a data set, as one checkpoint.
 
     Args:
-        found: in the order of their tables. Each table becomes one of Great Expectations with a
-            single row, the counts.
+        counted: {"table", "description", "severity", "observed" (a number), "minimum" and "maximum"
+            (its bounds, or None)}, in the order of the tables. Great Expectations is given a table
+            with a single row, these numbers.
         docs: folder for Data Docs; None: no Data Docs.
 
     Returns:
-        whether each of `found` is within its bounds.
+        whether each number is within its bounds.
     """
-    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Great Expectations imports modules that Python deprecates
         import great_expectations as gx
+        import great_expectations.expectations as gxe
+        import pandas as pd
         from great_expectations.checkpoint import UpdateDataDocsAction
         from great_expectations.data_context.types.base import ProgressBarsConfig
 
@@ -79,75 +45,41 @@ def run_checkpoint(name: str, found: Sequence[Found], docs: Path | None) -> list
             context.add_data_docs_site("local", _site(docs))
             actions.append(UpdateDataDocsAction(name="docs", site_names=["local"]))
         source = context.data_sources.add_pandas(name)
+        numbers = {}
+        suites = {}
         definitions = []
-        tables = list(dict.fromkeys(one.table for one in found))
-        for table in tables:
-            # a checkpoint passes the same batch parameters to all definitions, so each table is
-            # read from its own file
-            path = Path(folder, f"{table}.parquet")
-            counts = {one.name: [float(one.value)] for one in found if one.table == table}
-            pq.write_table(pa.table(counts), path)
-            batch = source.add_parquet_asset(table, path=path).add_batch_definition("all")
-            expectations = [_expectation(one) for one in found if one.table == table]
-            suite = gx.ExpectationSuite(name=table, expectations=expectations)
-            context.suites.add(suite)
-            definition = gx.ValidationDefinition(name=table, data=batch, suite=suite)
-            definitions.append(context.validation_definitions.add(definition))
+        for one in counted:
+            table = one["table"]
+            if table not in suites:
+                batch = source.add_dataframe_asset(table).add_batch_definition_whole_dataframe(
+                    "all"
+                )
+                suites[table] = context.suites.add(gx.ExpectationSuite(name=table))
+                definition = gx.ValidationDefinition(name=table, data=batch, suite=suites[table])
+                definitions.append(context.validation_definitions.add(definition))
+            column = f"{table}: {one['description']}"
+            numbers[column] = [float(one["observed"])]
+            suites[table].add_expectation(
+                gxe.ExpectColumnMaxToBeBetween(
+                    column=column,
+                    min_value=one["minimum"],
+                    max_value=one["maximum"],
+                    description=one["description"],
+                    severity=one["severity"],
+                )
+            )
         checkpoint = gx.Checkpoint(
             name=name,
             validation_definitions=definitions,
             actions=actions,
             result_format={"result_format": "SUMMARY"},
         )
-        with _templates_compiled_once():
-            run = context.checkpoints.add(checkpoint).run()
+        frame = pd.DataFrame(numbers)
+        run = context.checkpoints.add(checkpoint).run(batch_parameters={"dataframe": frame})
     by_table = {result.suite_name: result for result in run.run_results.values()}
     if docs is not None:
         _without_network(docs, {table: bool(result.success) for table, result in by_table.items()})
-    return [bool(item.success) for table in tables for item in by_table[table].results]
-
-
-def _expectation(one: Found) -> Any:
-    import great_expectations.expectations as gxe
-
-    return gxe.ExpectColumnMaxToBeBetween(
-        column=one.name,
-        min_value=one.minimum,
-        max_value=one.maximum,
-        description=one.description,
-        severity=one.severity,
-    )
-
-
-class _Templates(BytecodeCache):
-    """Compiled templates, in memory."""
-
-    def __init__(self) -> None:
-        self.compiled: dict[tuple[str, str], Any] = {}
-
-    def load_bytecode(self, bucket: Bucket) -> None:
-        bucket.code = self.compiled.get((bucket.key, bucket.checksum))
-
-    def dump_bytecode(self, bucket: Bucket) -> None:
-        self.compiled[bucket.key, bucket.checksum] = bucket.code
-
-
-_TEMPLATES = _Templates()
-
-
-@contextlib.contextmanager
-def _templates_compiled_once() -> Iterator[None]:
-    """Great Expectations compiles its templates again for each kind of page and each suite, which
-    takes a fourth of a checkpoint's time.
-    """
-    from great_expectations.render.view import view
-
-    environment = view.Environment
-    view.Environment = functools.partial(environment, bytecode_cache=_TEMPLATES)
-    try:
-        yield
-    finally:
-        view.Environment = environment
+    return [bool(item.success) for table in suites for item in by_table[table].results]
 
 
 def _site(docs: Path) -> dict[str, Any]:

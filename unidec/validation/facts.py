@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +26,7 @@ TOKENISED_QUERIES = 20_000  # number of evenly spaced queries whose tokens are c
 TEXT_BYTES = 160
 PAIR_BYTES = 64
 
+# One join a statement: each needs memory for itself
 TOKENS = """
 CREATE OR REPLACE TABLE tokens (row BIGINT, unknown_tokens DOUBLE, token_hash UBIGINT, is_cut BOOL)
 """
@@ -35,35 +35,44 @@ CREATE TABLE pairs AS
 SELECT given.*, filters.query IS NOT NULL AS filtered
 FROM given LEFT JOIN filters USING (query, label)
 """
+TEXTS = """
+CREATE OR REPLACE TABLE read AS SELECT * EXCLUDE text, hash(text) AS text_hash FROM given;
+CREATE OR REPLACE TABLE twice AS
+  SELECT text_hash, count(*) AS with_text FROM read GROUP BY text_hash HAVING count(*) > 1;
+CREATE OR REPLACE TABLE counted AS
+  SELECT * EXCLUDE with_text,
+    CASE WHEN text_length > 0 THEN coalesce(with_text, 1) ELSE 1 END AS with_this_text
+  FROM read LEFT JOIN twice USING (text_hash);
+CREATE OR REPLACE TABLE read AS
+  SELECT counted.*, unknown_tokens, token_hash, is_cut FROM counted LEFT JOIN tokens USING (row);
+"""
 QUERIES = """
+CREATE TABLE trained AS
+  SELECT DISTINCT text_hash, true AS is_trained FROM read
+  WHERE split = 0 AND text_hash IN (SELECT text_hash FROM read WHERE split = 2);
 CREATE TABLE queries AS
-WITH read AS (SELECT * EXCLUDE text, hash(text) AS text_hash FROM given),
-trained AS (SELECT DISTINCT text_hash, true AS is_trained FROM read WHERE split = 0)
-SELECT * EXCLUDE (is_trained, text_hash, token_hash, is_cut),
-  CASE WHEN text_length > 0 THEN count(*) OVER (PARTITION BY text_hash) ELSE 1 END
-    AS queries_with_this_text,
-  CASE WHEN split = 2 AND text_length > 0 THEN (is_trained IS NOT NULL)::INT END AS text_in_train
-FROM read LEFT JOIN trained USING (text_hash) LEFT JOIN tokens USING (row)
+  SELECT * EXCLUDE (text_hash, token_hash, is_cut, is_trained, with_this_text),
+    with_this_text AS queries_with_this_text,
+    CASE WHEN split = 2 AND text_length > 0 THEN (is_trained IS NOT NULL)::INT END AS text_in_train
+  FROM read LEFT JOIN trained USING (text_hash);
 """
 LABELS = """
+CREATE TABLE alike AS
+  SELECT token_hash, count(*) AS with_tokens FROM tokens GROUP BY token_hash HAVING count(*) > 1;
+CREATE OR REPLACE TABLE counted AS
+  SELECT * EXCLUDE (with_tokens, text_hash, token_hash),
+    CASE WHEN text_length > 0 AND with_tokens > with_this_text
+      THEN with_tokens - with_this_text ELSE 0 END AS labels_with_these_tokens
+  FROM read LEFT JOIN alike USING (token_hash);
+CREATE OR REPLACE TABLE trained AS
+  SELECT label FROM pairs JOIN queries ON query = queries.row WHERE split = 0 AND relevance > 0;
+CREATE OR REPLACE TABLE trained AS
+  SELECT label AS row, count(*) AS num_queries FROM trained GROUP BY label;
 CREATE TABLE labels AS
-WITH read AS (SELECT * EXCLUDE text, hash(text) AS text_hash FROM given),
-trained AS (
-  SELECT label AS row, count(*) AS num_train_queries
-  FROM pairs JOIN queries ON query = queries.row
-  WHERE split = 0 AND relevance > 0 GROUP BY label
-),
-counted AS (
-  SELECT *, CASE WHEN text_length > 0 THEN count(*) OVER (PARTITION BY text_hash) ELSE 1 END
-    AS labels_with_this_text,
-  CASE WHEN text_length > 0 THEN count(token_hash) OVER (PARTITION BY token_hash) ELSE 1 END
-    AS with_tokens
-  FROM read LEFT JOIN tokens USING (row)
-)
-SELECT * EXCLUDE (text_hash, token_hash, with_tokens, num_train_queries),
-  coalesce(num_train_queries, 0) AS num_train_queries,
-  greatest(with_tokens - labels_with_this_text, 0) AS labels_with_these_tokens
-FROM counted LEFT JOIN trained USING (row)
+  SELECT * EXCLUDE (num_queries, with_this_text), with_this_text AS labels_with_this_text,
+    coalesce(num_queries, 0) AS num_train_queries
+  FROM counted LEFT JOIN trained USING (row);
+DROP TABLE counted; DROP TABLE read; DROP TABLE tokens; DROP TABLE trained;
 """
 
 
@@ -109,7 +118,8 @@ def collect_facts(tables: Database, dataset: XMCDataset, reading: Reading) -> No
         if reading.tokenizer is not None:
             known = "INSERT INTO tokens SELECT row, unknown, hash(tokens), is_cut FROM given"
             fill(tables, known, _tokens(dataset, which, reading))
-        fill(tables, statement, _texts(dataset, which, reading.text))
+        fill(tables, TEXTS, _texts(dataset, which, reading.text))
+        tables.execute(statement)
 
 
 def space_needed(dataset: XMCDataset) -> int:
@@ -118,7 +128,7 @@ def space_needed(dataset: XMCDataset) -> int:
     return TEXT_BYTES * num_texts + PAIR_BYTES * dataset.relevance.nnz
 
 
-def _texts(dataset: XMCDataset, which: str, text: Text) -> Iterator[pa.RecordBatch]:
+def _texts(dataset: XMCDataset, which: str, text: Text) -> Iterator[pa.Table]:
     """Facts about single texts, in blocks of rows."""
     table = getattr(dataset, which)
     for start in range(0, max(table.num_rows, 1), BATCH_ROWS):
@@ -135,18 +145,10 @@ def _texts(dataset: XMCDataset, which: str, text: Text) -> Iterator[pa.RecordBat
         if which == "queries":
             columns["split"] = np.asarray(dataset.split_N[start:end])
             columns["num_positives"] = np.diff(dataset.relevance.indptr[start : end + 1])
-        columns = {name: pa.concat_arrays(_chunks(values)) for name, values in columns.items()}
-        yield pa.RecordBatch.from_pydict(columns)
+        yield pa.table(columns)
 
 
-def _chunks(values: Any) -> list[pa.Array]:
-    """Arrow arrays of a column, at least one."""
-    if isinstance(values, pa.ChunkedArray):
-        return values.chunks or [pa.array([], values.type)]
-    return [pa.array(values)]
-
-
-def _tokens(dataset: XMCDataset, which: str, reading: Reading) -> Iterator[pa.RecordBatch]:
+def _tokens(dataset: XMCDataset, which: str, reading: Reading) -> Iterator[pa.Table]:
     """Facts about the tokens of texts, in blocks: of all labels, and of evenly spaced queries."""
     assert reading.tokenizer is not None
     labels = which == "labels"
@@ -164,15 +166,15 @@ def _tokens(dataset: XMCDataset, which: str, reading: Reading) -> Iterator[pa.Re
             "tokens": as_bytes(tokens, tokens.ids.dtype, 0),
             "is_cut": tokens.lengths() >= reading.max_length,
         }
-        yield pa.RecordBatch.from_pydict(columns)
+        yield pa.table(columns)
 
 
-def _pairs(matrix: csr_matrix) -> Iterator[pa.RecordBatch]:
+def _pairs(matrix: csr_matrix) -> Iterator[pa.Table]:
     for start, end in row_blocks(matrix.indptr):
         pairs = matrix[start:end].tocoo()
         query_P = pairs.row.astype(np.int64) + start
         columns = {"query": query_P, "label": pairs.col, "relevance": pairs.data}
-        yield pa.RecordBatch.from_pydict(columns)
+        yield pa.table(columns)
 
 
 COUNTED = (

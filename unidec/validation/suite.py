@@ -23,7 +23,7 @@ from unidec.data.dataset import XMCDataset
 from unidec.data.raw import SPLITS
 from unidec.data.storage import swap_folder, write_json
 from unidec.evaluation.page import render
-from unidec.validation.checkpoint_run import MAX_SAMPLES, Found, run_checkpoint
+from unidec.validation.checkpoint_run import run_checkpoint
 from unidec.validation.distributions import distributions
 from unidec.validation.facts import (
     TITLES,
@@ -33,6 +33,7 @@ from unidec.validation.facts import (
     text_counts,
 )
 
+MAX_SAMPLES = 20
 MULTILINGUAL = "sentence-transformers/paraphrase-multilingual-MiniLM-L12-v2"
 SHOWN_CHARS = 200  # length to which the text of a sample is cut
 LARGEST_RELEVANCE = float(np.finfo(np.float32).max)
@@ -209,11 +210,15 @@ def validate_dataset(
         ArtifactError: the data set is missing or damaged. A failed check raises no error.
     """
     dataset = XMCDataset.open(dataset_path)
-    with swap_folder(out_path) as out, database(out, space_needed(dataset)) as tables:
+    num_bytes = space_needed(dataset)
+    with swap_folder(out_path, num_bytes=num_bytes) as out, database(out) as tables:
         collect_facts(tables, dataset, reading)
-        found = list(_count(tables, dataset, limits or Validation(), reading))
-        passed = run_checkpoint("dataset", found, out / "docs" if docs else None)
-        results = [_result(one, success) for one, success in zip(found, passed, strict=True)]
+        results = list(_count(tables, dataset, limits or Validation(), reading))
+        passed = run_checkpoint("dataset", results, out / "docs" if docs else None)
+        for result, success in zip(results, passed, strict=True):
+            result["success"] = success
+            if success:
+                result["samples"] = []
         failing = [result for result in results if not result["success"]]
         failed = [result for result in failing if result["severity"] == "critical"]
         warned = [result for result in failing if result["severity"] != "critical"]
@@ -311,7 +316,7 @@ def advice(tables: Database, reading: Reading) -> dict[str, str]:
 
 def _count(
     tables: Database, dataset: XMCDataset, limits: Validation, reading: Reading
-) -> Iterator[Found]:
+) -> Iterator[dict[str, Any]]:
     """What the checks count, table by table."""
     fixes = advice(tables, reading)
     for table in TABLES:
@@ -327,22 +332,27 @@ def _count(
             yield from _graded(tables, dataset, check, limits, fixes.get(check.column, ""))
 
 
-def _rows(tables: Database, source: str, description: str, severity: str) -> Found:
+def _rows(tables: Database, source: str, description: str, severity: str) -> dict[str, Any]:
     """Expects at least one row."""
-    (count,) = one_row(tables, f"SELECT count(*) FROM {source}")
-    return Found(
-        table=source.partition(" ")[0],
-        name=description,
-        description=description,
-        value=count,
-        severity=severity,
-        minimum=1,
-    )
+    return {
+        "table": source.partition(" ")[0],
+        "column": None,
+        "description": description,
+        "key": None,
+        "fix": "",
+        "minimum": 1,
+        "maximum": None,
+        "severity": severity,
+        "unexpected_count": 0,
+        "element_count": 0,
+        "observed": one_row(tables, f"SELECT count(*) FROM {source}")[0],
+        "samples": [],
+    }
 
 
 def _graded(
     tables: Database, dataset: XMCDataset, check: Check, limits: Validation, fix: str
-) -> Iterator[Found]:
+) -> Iterator[dict[str, Any]]:
     """The check with its allowed share; with severity "error" also with the lower share that is a
     warning.
     """
@@ -366,20 +376,20 @@ def _graded(
     select = f"SELECT * FROM {facts} WHERE bad > 0 ORDER BY bad DESC, {order} LIMIT {MAX_SAMPLES}"
     rows = tables.sql(select).to_arrow_table().to_pylist() if count else []
     for share, level in levels:
-        yield Found(
-            table=table,
-            name=f"share of {check.what}",
-            description=f"{check.what}: {_at_most(share)}{' on average' if check.mean else ''}",
-            value=value,
-            severity=level,
-            column=check.column,
-            maximum=share,
-            count=0 if check.mean else count,
-            of=0 if check.mean else of,
-            samples=tuple(_sample(row, check.column, dataset) for row in rows),
-            key=check.key and f"validation.{check.key}",
-            fix=fix,
-        )
+        yield {
+            "table": table,
+            "column": check.column,
+            "description": f"{check.what}: {_at_most(share)}{' on average' if check.mean else ''}",
+            "key": f"validation.{check.key}" if check.key else None,
+            "fix": fix,
+            "minimum": None,
+            "maximum": share,
+            "severity": level,
+            "unexpected_count": 0 if check.mean else count,
+            "element_count": 0 if check.mean else of,
+            "observed": value,
+            "samples": [_sample(row, check.column, dataset) for row in rows],
+        }
 
 
 def _at_most(share: float) -> str:
@@ -388,23 +398,6 @@ def _at_most(share: float) -> str:
     if share < 0.001:
         return f"at most {share:.3g} of all"
     return f"at most {share:.1%}"
-
-
-def _result(found: Found, success: bool) -> dict[str, Any]:
-    return {
-        "table": found.table,
-        "column": found.column,
-        "description": found.description,
-        "key": found.key or None,
-        "fix": found.fix,
-        "bound": found.minimum if found.maximum is None else found.maximum,
-        "severity": found.severity,
-        "success": success,
-        "unexpected_count": found.count,
-        "element_count": found.of,
-        "observed": found.value,
-        "samples": [] if success else [dict(sample) for sample in found.samples],
-    }
 
 
 def _sample(record: dict[str, Any], column: str, dataset: XMCDataset) -> dict[str, Any]:

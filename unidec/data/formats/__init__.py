@@ -46,7 +46,7 @@ def read_raw(
         scratch: folder for temporary files; None: the system's.
 
     Raises:
-        ArtifactError: there is no space for temporary files.
+        OSError: there is no space for temporary files.
         DataError: the layout is unknown; files are missing, damaged or exceed a limit; or pairs,
             uids or texts are invalid (see docs/data.md). All kinds of errors are reported together,
             with at most 20 samples as `file:line`.
@@ -224,11 +224,10 @@ def _check(source: Source, raw: RawData) -> None:
 def _check_lengths(source: Source, texts: pa.Table, at: tuple[str, Lines]) -> None:
     limit = source.bounds.max_text_chars
     kind = f"text of more than raw.max_text_chars = {limit:,} characters"
-    row = 0
-    for block in texts.to_batches():
-        for column in ("title", "content"):
-            lengths = pc.utf8_length(block[column]).to_numpy()
-            too_long = np.flatnonzero(lengths > limit)
-            by_row = dict(zip((too_long + row).tolist(), lengths[too_long].tolist(), strict=True))
-            source.note_rows(kind, at, too_long + row, f"{column}: {{}}", by_row)
-        row += block.num_rows
+    for column in ("title", "content"):
+        lengths = source.numbers(np.int32)
+        for block in texts[column].chunks:
+            lengths.add(pc.utf8_length(block))
+        length_N = lengths.array()
+        too_long = np.flatnonzero(length_N > limit)
+        source.note_rows(kind, at, too_long, f"{column}: {{}}", length_N)

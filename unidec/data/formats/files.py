@@ -252,7 +252,7 @@ class Pairs:
                 note("pair given twice", repeated, "query row {}, label {}", *columns)
         return matrix
 
-    def _blocks(self) -> Iterator[pa.RecordBatch]:
+    def _blocks(self) -> Iterator[pa.Table]:
         """All pairs; `given` are the values, and `value` those that are stored."""
         for start in range(0, max(len(self.query_P), 1), BLOCK_PAIRS):
             block = slice(start, start + BLOCK_PAIRS)
@@ -267,7 +267,7 @@ class Pairs:
                 "value": value_P,
                 "place": np.arange(start, start + len(query_P)),
             }
-            yield pa.RecordBatch.from_pydict(columns)
+            yield pa.table(columns)
 
 
 def read_sparse_text(source: Source, path: Path, shape: tuple[int, int]) -> Pairs:

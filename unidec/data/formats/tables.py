@@ -14,7 +14,6 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -77,18 +76,20 @@ class Table:
 
         The relevance is in column "relevance" or "score"; without such a column it is 1.
         """
-        query, label, *rest = self.columns
-        values = source.numbers(np.float64)
-        (name,) = {"relevance", "score"}.intersection(rest) or {query}
-        for block in self.columns[name].chunks:
-            is_given = name != query
-            values.extend(map(_number, block.to_pylist()) if is_given else [1.0] * len(block))
+        query, label, *_ = self.columns
+        given = self.columns.get("relevance", self.columns.get("score"))
+        value_P = np.broadcast_to(1.0, self.num_rows)
+        if given is not None:
+            values = source.numbers(np.float64)
+            for block in given.chunks:
+                values.extend(map(_number, block.to_pylist()))
+            value_P = values.array()
         return Pairs(
             source=source,
             at=self.at,
             query_P=self._rows(source, "query", query, queries["uid"]),
             label_P=self._rows(source, "label", label, labels["uid"]),
-            value_P=values.array(),
+            value_P=value_P,
             by_uid=True,
         )
 
@@ -195,12 +196,12 @@ def _by_split(
         rows = np.flatnonzero(split_N == number)
         if rows.size or split == "train":
             rows_by_split[split] = rows
-            source.queries_at[split] = (file, partial(_lines_of, lines, rows))
+            source.queries_at[split] = (file, _lines_of(lines, rows))
     return raw.take(rows_by_split, source.scratch)
 
 
-def _lines_of(lines: Lines, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
-    return lines(rows[places])
+def _lines_of(lines: Lines, rows: np.ndarray) -> Lines:
+    return lambda places: lines(rows[places])
 
 
 def read_table(
