@@ -17,7 +17,9 @@ from unidec.bundle.bundle import Bundle
 from unidec.data.dataset import XMCDataset, write_dataset
 from unidec.data.storage import read_json, read_json_lines
 from unidec.errors import ArtifactError, ConfigError
-from unidec.pipeline import memory_plan, memory_probe, paths, seen, start, teaching
+from unidec.pipeline import memory_plan, memory_probe, paths, ranking, seen, start, teaching
+from unidec.ranking import fusion_fit
+from unidec.ranking.word_scores import WordScorer
 from unidec.training.fit import fit
 
 pytestmark = pytest.mark.timeout(120)
@@ -206,3 +208,64 @@ def test_what_the_teacher_has_seen_counts_as_seen(work, tiny_raw):
     after = seen.of_model(paths.MODEL)
     assert np.isin(before.hash_Q, after.hash_Q).all() and after.complete
     assert len(after.hash_Q) > len(before.hash_Q)
+
+
+BY_WORDS = {"teacher.words": True, "seed": 3}
+
+
+@pytest.fixture
+def few_queries_are_enough(monkeypatch):
+    monkeypatch.setattr(fusion_fit, "LEAST_WORD_QUERIES", 1)
+    monkeypatch.setattr(fusion_fit, "WORD_STEPS", 30)
+
+
+def test_probabilities_by_words_are_those_of_the_word_network(work, few_queries_are_enough):
+    of = params(**BY_WORDS)
+    targets = teaching.open_teacher(of)
+    dataset = XMCDataset.open(paths.DATASET)
+    rows = dataset.rows("train")
+    assert targets.rows_n.tolist() == rows.tolist()
+    scorer = WordScorer(ranking.word_neighbours(dataset, Path("bert")), 100)
+    filtered = dataset.filter_pairs[rows].toarray() > 0
+    excluded = np.flatnonzero(filtered)
+    network = fusion_fit.fit_word_network(scorer, excluded, 3)
+    assert not (targets.probability_nL.toarray() * filtered).any()
+    for place in range(len(rows)):
+        one = np.array([place])
+        scores = scorer.score(scorer.neighbours.vectors_MD[one], one)
+        label_P = scores.candidates()
+        label_P = label_P[~filtered[place][label_P]]
+        by_words = network.scores(scores.features(np.zeros_like(label_P), label_P))
+        expected = np.zeros(dataset.num_labels)
+        expected[label_P] = np.exp(by_words) / np.exp(by_words).sum()
+        expected[expected < 1e-4] = 0
+        found = targets.probability_nL[place].toarray()[0]
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_what_words_say_is_read_once_for_a_seed(work, few_queries_are_enough, monkeypatch):
+    teaching.open_teacher(params(**BY_WORDS))
+    (cache,) = paths.CACHE.glob("words-*")
+    with monkeypatch.context() as patch:
+        patch.setattr(teaching, "word_neighbours", lambda *_: pytest.fail("read again"))
+        teaching.open_teacher(params(**BY_WORDS))
+    teaching.open_teacher(params(**BY_WORDS | {"seed": 4}))
+    assert len(list(paths.CACHE.glob("words-*"))) == 2
+    (cache / "data.npy").write_bytes(b"damaged")
+    with pytest.raises(ArtifactError, match=r"data\.npy"):
+        teaching.open_teacher(params(**BY_WORDS))
+
+
+def test_a_training_that_words_teach(work, few_queries_are_enough):
+    run = trained(params(**BY_WORDS | {"teacher.weight": 0.5}))
+    losses = [
+        line["loss"] for line in read_json_lines(run.folder / "history.jsonl") if "loss" in line
+    ]
+    assert losses and np.isfinite(losses).all()
+
+
+def test_too_few_training_queries_for_words_are_refused(work):
+    with pytest.raises(ConfigError) as refused:
+        teaching.open_teacher(params(**BY_WORDS))
+    assert refused.value.where == "teacher.words"
+    assert not list(paths.CACHE.glob("words-*"))

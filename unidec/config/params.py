@@ -142,17 +142,8 @@ class Params(Section):
                 "a shortlist requires a label tree",
                 "model.levels: [32, 4], or pool.shortlist: 0",
             )
-        if self.teacher.bundle:
-            what = "a teacher scores unmixed queries and their pools' labels, on one device"
-            needed = {
-                "pool.simcse": False,
-                "model.surrogate": 0,
-                "loss.mixup": "none",
-                "run.devices": 1,
-            }
-            if self.loss.clf == "bce" and self.model.heads != "de":
-                needed["pool.clf_labels"] = "pool"
-            yield from self._needed('teacher.bundle: ""', what, needed)
+        if self.teacher.bundle or self.teacher.words:
+            yield from self._teacher()
         if self.optim.patience and not (self.data.validation_share or self.data.validation_sample):
             yield Conflict(
                 "optim.patience data.validation_share data.validation_sample",
@@ -323,6 +314,22 @@ class Params(Section):
                     what,
                     f"{path}: {json.dumps(value)}, or {off}",
                 )
+
+    def _teacher(self) -> Iterator[Conflict]:
+        off = 'teacher.bundle: ""' if self.teacher.bundle else "teacher.words: false"
+        what = "a teacher scores unmixed queries and their pools' labels, on one device"
+        needed: dict[str, Any] = {
+            "pool.simcse": False,
+            "model.surrogate": 0,
+            "loss.mixup": "none",
+            "run.devices": 1,
+        }
+        if self.loss.clf == "bce" and self.model.heads != "de":
+            needed["pool.clf_labels"] = "pool"
+        yield from self._needed(off, what, needed)
+        if self.teacher.words:
+            what = "words rank labels for training queries only, and are the only teacher"
+            yield from self._needed(off, what, {"teacher.bundle": "", "pool.gandalf": False})
 
     def _mixup(self) -> Iterator[Conflict]:
         off = 'loss.mixup: "none"'

@@ -333,13 +333,17 @@ class Loss(Section):
 
 
 class Teacher(Section):
-    """An earlier model whose scores both heads learn too (knowledge distillation)."""
+    """Scores that both heads learn too (knowledge distillation): those of an earlier model, or what
+    words say of the training queries.
+    """
 
     decides: ClassVar[tuple[Result, ...]] = ("training",)
 
     bundle: str = ""
-    """folder of the teacher's bundle, with the same labels; empty: no teacher"""
+    """folder of an earlier model's bundle, with the same labels; empty: none"""
+    words: bool = False
+    """learn how words rank the labels of each training query, which itself is left out"""
     weight: Positive = 1.0
     """weight of the teacher's loss beside each head's own"""
     temperature: Positive = 1 / 18
-    """the teacher's scores are divided by it"""
+    """the scores of teacher.bundle are divided by it"""

@@ -15,7 +15,7 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 
-from unidec.config import Encoder, Model, Pool, TrainingSettings
+from unidec.config import Encoder, Model, Pool, Teacher, TrainingSettings
 from unidec.data.dataset import XMCDataset
 from unidec.data.tokens import Tokens
 from unidec.methods.auxiliary import AUXILIARY, new_vectors, with_auxiliary
@@ -34,7 +34,8 @@ from unidec.methods.simcse import texts_as_labels
 from unidec.methods.surrogate import ClusterRows
 from unidec.methods.synonyms import Synonyms, similar_tokens
 from unidec.methods.teacher import TeacherLoss, TeacherVectors
-from unidec.model.additions import Additions, Exported, Methods, Part, Rows, TextInput
+from unidec.methods.word_teacher import WordTargets, WordTeacherLoss
+from unidec.model.additions import Additions, Exported, Methods, Part, Rows, ScoreLoss, TextInput
 from unidec.model.pool import PoolSampler, TrainingPairs, num_clusters
 from unidec.model.unidec import UniDEC
 
@@ -138,7 +139,7 @@ def chosen_methods(
     autocast: Callable[[], AbstractContextManager[Any]],
     *,
     tokens: Mapping[str, Tokens] | None = None,
-    teacher: TeacherVectors | None = None,
+    teacher: TeacherVectors | WordTargets | None = None,
 ) -> tuple[Methods, TrainingPairs]:
     """The methods of a training whose clusters of labels are known, and the pairs that it uses.
 
@@ -153,7 +154,7 @@ def chosen_methods(
     methods = Methods(
         rows=rows,
         losses=[tree] if tree else [],
-        score_losses=[TeacherLoss(teacher, settings.teacher)] if teacher else [],
+        score_losses=_teacher_losses(teacher, settings.teacher),
         changes=[MixUp(settings.loss)] if settings.loss.mixup != "none" else [],
         reads_labels=settings.model.auxiliary > 0,
         export=partial(export_of, settings.model, rows),
@@ -162,6 +163,14 @@ def chosen_methods(
         views=views(settings.loss.widths),
     )
     return methods, pairs
+
+
+def _teacher_losses(
+    teacher: TeacherVectors | WordTargets | None, settings: Teacher
+) -> list[ScoreLoss]:
+    if isinstance(teacher, WordTargets):
+        return [WordTeacherLoss(teacher, settings)]
+    return [TeacherLoss(teacher, settings)] if teacher else []
 
 
 def _synonyms(share: float, model: UniDEC, tokens: Mapping[str, Tokens] | None) -> Synonyms | None:

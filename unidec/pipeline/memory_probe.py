@@ -405,7 +405,7 @@ class _Probe:
         rows = rows_of(self.model, related, graph, cast(Any, None))
         if settings.pool.simcse:
             pairs = texts_as_labels(pairs)
-        teacher = unread_teacher(self.params.teacher.bundle, self.num_batch)
+        teacher = unread_teacher(self.params.teacher, self.num_batch, self.num_labels)
         methods, pairs = chosen_methods(
             settings, self.model, rows, pairs, self.autocast, teacher=teacher
         )

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -258,15 +259,7 @@ def training_neighbours(
     else:
         rows = np.arange(len(rows))
     if by == "words":
-        every_label = np.arange(dataset.num_labels)
-        texts = chain(text_blocks(tokens[0], rows), text_blocks(tokens[1], every_label))
-        space = WordSpace.fit(model.tokenizer_folder, texts, word_head)
-        return Neighbours(
-            space.stacked(text_blocks(tokens[0], rows)),
-            *facts,
-            words=space,
-            label_words_LF=space.stacked(text_blocks(tokens[1], every_label)),
-        )
+        return _word_neighbours(model.tokenizer_folder, tokens, rows, facts, word_head)
     head: Literal["de", "clf"] = "clf" if model.heads == "clf" else "de"
     with autocast(model.device, amp):
         de, clf = model.vectors(
@@ -274,6 +267,41 @@ def training_neighbours(
         )
     vectors: Any = de if head == "de" else clf
     return Neighbours(vectors[:, : width or None], *facts)
+
+
+def word_neighbours(dataset: XMCDataset, tokenizer: Path) -> Neighbours:
+    """The queries of the training split, compared by words, as `training_neighbours`.
+
+    Args:
+        tokenizer: its folder.
+    """
+    rows = dataset.rows("train")
+    tokens = (paths.open_tokens("queries"), paths.open_tokens("labels"))
+    facts = (truth_of(dataset, rows), *dataset.query_columns(rows))
+    return _word_neighbours(tokenizer, tokens, rows, facts)
+
+
+def _word_neighbours(
+    tokenizer: Path,
+    tokens: tuple[Tokens, Tokens],
+    rows: np.ndarray,
+    facts: tuple[Any, Any, Any],
+    word_head: int = 0,
+) -> Neighbours:
+    """Args:
+    tokens: of the queries, and of all labels. rows: of the neighbours in the first of them.
+    facts: the neighbours' labels, uids and titles.
+    """
+    of_queries, of_labels = tokens
+    every_label = np.arange(len(of_labels))
+    texts = chain(text_blocks(of_queries, rows), text_blocks(of_labels, every_label))
+    space = WordSpace.fit(tokenizer, texts, word_head)
+    return Neighbours(
+        space.stacked(text_blocks(of_queries, rows)),
+        *facts,
+        space,
+        space.stacked(text_blocks(of_labels, every_label)),
+    )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Opens the teacher of a training (`teacher.bundle`). Its vectors of the training texts are kept in
-data/cache.
+"""Opens the teacher of a training (section `teacher`). Its vectors of the training texts, or the
+probabilities by words, are kept in data/cache.
 
-Legend: N queries of the data set, n training texts, E width of the teacher's space.
+Legend: N queries of the data set, n training texts, E width of the teacher's space, L labels, P
+pairs of a query and a label.
 """
 
 from __future__ import annotations
@@ -10,30 +11,55 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
+import scipy.sparse as sp
 
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import read_heads, read_info
-from unidec.config import Params
+from unidec.config import Params, Teacher
 from unidec.data.dataset import Text, XMCDataset
-from unidec.data.storage import files_sha256, load_array, read_manifest, verify_once, write_folder
+from unidec.data.storage import (
+    files_sha256,
+    folder_sha256,
+    load_array,
+    read_manifest,
+    verify_once,
+    write_folder,
+)
 from unidec.errors import ConfigError
+from unidec.evaluation.metrics import pair_keys
 from unidec.methods.teacher import TeacherVectors
+from unidec.methods.word_teacher import WordTargets, unread_targets
+from unidec.model.sources import resolve_encoder
 from unidec.pipeline import paths
+from unidec.pipeline.ranking import word_neighbours
 from unidec.progress import progress
+from unidec.ranking.fusion_fit import (
+    LEAST_WORD_QUERIES,
+    fit_word_network,
+    words_of_training_queries,
+)
+from unidec.ranking.word_scores import WordScorer
 from unidec.training.precision import choose_device
 
 KIND = "teacher-cache"
 VERSION = 1
+WORDS_KIND = "word-teacher-cache"
 TEXTS_AT_ONCE = 4096
+VOTERS = 100  # training queries that vote, as `index.knn_neighbours` has it
+LEAST_PROBABILITY = 1e-4
+_CSR = (("indptr", np.int64), ("indices", np.int32), ("data", np.float32))
 
 
-def open_teacher(params: Params) -> TeacherVectors | None:
-    """The teacher, memory-mapped; None if `teacher.bundle` is empty.
+def open_teacher(params: Params) -> TeacherVectors | WordTargets | None:
+    """The teacher, memory-mapped; None if there is none.
 
     Raises:
         ArtifactError: there is no bundle, or a damaged one.
-        ConfigError: its labels are not those of the data set.
+        ConfigError: its labels are not those of the data set, or there are too few training queries
+            to learn how words rank.
     """
+    if params.teacher.words:
+        return _word_targets(params)
     if not params.teacher.bundle:
         return None
     bundle = Bundle.load(params.teacher.bundle, device=str(choose_device(params.device)))
@@ -69,9 +95,13 @@ def teacher_width(bundle: str) -> int:
     return heads.take(slice(0, 1)).shape[1]
 
 
-def unread_teacher(bundle: str, num_queries: int) -> TeacherVectors | None:
+def unread_teacher(
+    settings: Teacher, num_queries: int, num_labels: int
+) -> TeacherVectors | WordTargets | None:
     """A teacher without values, for a step whose memory is measured; None for no teacher."""
-    width = teacher_width(bundle)
+    if settings.words:
+        return unread_targets(num_queries, num_labels)
+    width = teacher_width(settings.bundle)
     if not width:
         return None
     return TeacherVectors(
@@ -79,6 +109,58 @@ def unread_teacher(bundle: str, num_queries: int) -> TeacherVectors | None:
         np.zeros((num_queries, width), dtype=np.float16),
         lambda labels_S: np.zeros((len(labels_S), width), dtype=np.float32),
     )
+
+
+def _word_targets(params: Params) -> WordTargets:
+    """Probabilities of labels by words for the training queries: the softmax of a word network's
+    scores, without those below `LEAST_PROBABILITY`.
+    """
+    dataset = paths.open_dataset(verify=False)
+    tokens = [paths.open_tokens("queries", False), paths.open_tokens("labels", False)]
+    decide = {"data": dataset.sha256, "seed": str(params.seed)}
+    decide |= {str(cache.path): folder_sha256(cache.path) for cache in tokens}
+    folder = paths.CACHE / f"words-{files_sha256(decide)[:16]}"
+    if not folder.is_dir():
+        probability_nL = _probabilities(params, dataset)
+        with write_folder(folder, WORDS_KIND, VERSION) as out:
+            for name, dtype in _CSR:
+                np.save(out.path / f"{name}.npy", getattr(probability_nL, name).astype(dtype))
+    with verify_once(folder) as needed:
+        read_manifest(folder, WORDS_KIND, VERSION, verify=needed)
+    indptr, indices, data = (
+        load_array(folder / f"{name}.npy", dtype, ndim=1) for name, dtype in _CSR
+    )
+    rows_n = dataset.rows("train")
+    shape = (len(rows_n), dataset.num_labels)
+    return WordTargets(rows_n, sp.csr_matrix((data, indices, indptr), shape, copy=False))
+
+
+def _probabilities(params: Params, dataset: XMCDataset) -> sp.csr_matrix:
+    neighbours = word_neighbours(dataset, resolve_encoder(params.encoder.name))
+    scorer = WordScorer(neighbours, VOTERS)
+    rows_n = dataset.rows("train")
+    excluded = pair_keys(dataset.filter_pairs[rows_n])
+    network = fit_word_network(scorer, excluded, params.seed)
+    if network is None:
+        raise ConfigError(
+            "too few training queries to learn how words rank labels",
+            where="teacher.words",
+            got=len(rows_n),
+            expected=f"at least {LEAST_WORD_QUERIES}",
+            fix="teacher.words: false",
+        )
+    parts = []
+    for key_P, feature_PX in words_of_training_queries(scorer, np.arange(len(rows_n)), excluded):
+        query_P, label_P = np.divmod(key_P, dataset.num_labels)
+        exp_P = np.exp(network.scores(feature_PX))
+        first = query_P.min(initial=0)
+        sum_B = np.bincount(query_P - first, exp_P)
+        probability_P = exp_P / sum_B[query_P - first]
+        is_likely_P = probability_P >= LEAST_PROBABILITY
+        parts.append((probability_P[is_likely_P], query_P[is_likely_P], label_P[is_likely_P]))
+    probability_P, query_P, label_P = (np.concatenate(part) for part in zip(*parts, strict=True))
+    pairs = (probability_P.astype(np.float32), (query_P, label_P.astype(np.int32)))
+    return sp.csr_matrix(pairs, shape=(len(rows_n), dataset.num_labels))
 
 
 def _encode(bundle: Bundle, dataset: XMCDataset, rows_n: np.ndarray) -> np.ndarray:

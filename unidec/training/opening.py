@@ -24,6 +24,7 @@ from unidec.data.tokens import TokenCache
 from unidec.errors import ArtifactError, ConfigError
 from unidec.methods.assembly import additions, changed_pairs, chosen_methods, rows_of
 from unidec.methods.teacher import TeacherVectors
+from unidec.methods.word_teacher import WordTargets
 from unidec.model.additions import Rows
 from unidec.model.first_rows import start_table
 from unidec.model.frozen import cached_inputs
@@ -52,14 +53,14 @@ COMPILED_STEPS = 10_000
 class TrainingData:
     """Input of a training: a data set, its token caches, and if needed the label graph, csr [L, L]:
     soft targets of label texts for `pool.gandalf`, relations between labels for `model.clf_graph`;
-    and the teacher that `teacher.bundle` names.
+    and the teacher of section `teacher`.
     """
 
     dataset: XMCDataset
     query_tokens: TokenCache
     label_tokens: TokenCache
     label_graph: sp.csr_matrix | None = None
-    teacher: TeacherVectors | None = None
+    teacher: TeacherVectors | WordTargets | None = None
 
     @property
     def tokens(self) -> dict[str, TokenCache]:
