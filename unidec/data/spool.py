@@ -6,6 +6,8 @@ Shape suffix: P pairs of a block.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import mmap
 import tempfile
 from array import array
@@ -18,8 +20,23 @@ import numpy.typing as npt
 import pyarrow as pa
 from scipy.sparse import csr_matrix
 
+from unidec.data.storage import storage_error
+
 BLOCK_ROWS = 65_536
 _CODES = {"int32": "i", "int64": "q", "float64": "d", "float32": "f", "bool": "b"}
+
+
+@contextlib.contextmanager
+def naming_space(path: Path, num_bytes: int) -> Iterator[None]:
+    """Raises ArtifactError in place of an OSError: there is no space for what `path` needs, which
+    is `num_bytes` or more.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise storage_error(path, error, num_bytes) from error
 
 
 class Numbers:

@@ -479,19 +479,6 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def naming_space(path: Path, num_bytes: int) -> Iterator[None]:
-    """Raises ArtifactError in place of an OSError: there is no space for what `path` needs, which
-    is `num_bytes` or more.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _NO_SPACE:
-            raise
-        raise storage_error(path, error, num_bytes) from error
-
-
 def storage_error(path: Path, error: OSError, num_bytes: int = 0) -> ArtifactError:
     """The error for a file or folder that cannot be written; `num_bytes` is its size, if known."""
     got = str(error.strerror or error)

@@ -18,7 +18,8 @@ from unidec.data.dataset import write_dataset
 from unidec.data.formats import find_rows, read_section
 from unidec.data.label_graph import build_label_graph, load_label_graph
 from unidec.data.propensity import build_propensity, load_propensity
-from unidec.data.storage import file_sha256, files_sha256, naming_space, read_json, swap_folder
+from unidec.data.spool import naming_space
+from unidec.data.storage import file_sha256, files_sha256, read_json, swap_folder
 from unidec.data.tokens import TokenCache, build_token_cache, encode_texts
 from unidec.errors import ConfigError, DataError
 from unidec.metric_names import GROUPS

@@ -211,9 +211,12 @@ def validate_dataset(
     """
     dataset = XMCDataset.open(dataset_path)
     num_bytes = space_needed(dataset)
-    with swap_folder(out_path, num_bytes=num_bytes) as out, database(out) as tables:
-        collect_facts(tables, dataset, reading)
-        results = list(_count(tables, dataset, limits or Validation(), reading))
+    with swap_folder(out_path, num_bytes=num_bytes) as out:
+        with database(out) as tables:
+            collect_facts(tables, dataset, reading)
+            results = list(_count(tables, dataset, limits or Validation(), reading))
+            charts = distributions(tables)
+            facts = text_counts(tables, reading)
         passed = run_checkpoint("dataset", results, out / "docs" if docs else None)
         for result, success in zip(results, passed, strict=True):
             result["success"] = success
@@ -241,8 +244,8 @@ def validate_dataset(
             verdict=verdict,
             docs=docs,
             texts=_texts(results, dataset, reading),
-            charts=distributions(tables),
-            facts=text_counts(tables, reading),
+            charts=charts,
+            facts=facts,
         )
         (out / "index.html").write_text(page, encoding="utf-8")
     return verdict
