@@ -239,6 +239,7 @@ def test_what_a_change_redoes(tmp_path: Path) -> None:
     project.edit("unidec/recipes/unidec.yaml", "#", "# changed")
     project.edit("unidec/cli/__init__.py", "import os", "import os, sys as other")
     project.edit("unidec/training/fit.py", '"""', '"""In other words: ')
+    project.edit("unidec/config/data_sections.py", '"""maximum', '"""in other words: maximum')
     project.edit(
         "unidec/evaluation/metrics.py", "import annotations", "import annotations  # changed"
     )
@@ -250,7 +251,7 @@ def test_what_a_change_redoes(tmp_path: Path) -> None:
     assert project.stale() == ["evaluate"]
     project.edit("unidec/recipes/unidec.yaml", "optim: {", "optim: {clip_norm: 0.5, ")
     # a default
-    project.edit("unidec/config/data_sections.py", '"title", "fields', '"title+content", "fields')
+    project.edit("unidec/config/data_sections.py", '"] = "title"', '"] = "title+content"')
     project.edit("unidec/recipes/unidec.yaml", "text: title, ", "")
     assert project.stale() == ["evaluate", "tokens", "train", "validate"]
     project.edit("unidec/ranking/__init__.py", "", "ADDED = 1\n")
