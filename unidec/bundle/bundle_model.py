@@ -86,8 +86,9 @@ def _write_changed(source: Path, target: Path, name: str, num_labels: int, dim: 
     """
     if name == CONFIG:
         config = read_json(source / name)
-        settings = config.get("model", {}) | {"dim": dim}
-        changed = config | {"num_labels": num_labels, "model": settings}
+        changed = config | {"num_labels": num_labels}
+        if "model" in config:
+            changed["model"] = config["model"] | {"dim": dim}
         if changed == config:
             return False
         text = json.dumps(changed, indent=2, sort_keys=True)
