@@ -118,7 +118,13 @@ def test_losses_of_all_widths_are_added_up(open_trainer, tiny_dataset, name):
 
 
 def test_views_are_first_dimensions(rng):
-    vectors = torch.from_numpy(rng.normal(size=(4, 6)))
-    cut = [view(vectors) for view in views([1, 4])]
-    assert [part.tolist() for part in cut] == [vectors[:, :1].tolist(), vectors[:, :4].tolist()]
-    assert views([]) == []
+    query, label = (torch.from_numpy(rng.normal(size=(rows, 6))) for rows in (4, 3))
+    label[1, :4] = 0.0
+    for width, view in zip((6, 1, 4), views([1, 4]), strict=True):
+        for got, whole in zip(view(query, label, False), (query, label), strict=True):
+            assert torch.equal(got, whole[:, :width])
+        if width < 6:
+            for got, whole in zip(view(query, label, True), (query, label), strict=True):
+                np.testing.assert_allclose(got, unit(whole[:, :width].numpy()), atol=1e-12)
+    assert view(query, label, True)[1][1].tolist() == [0.0] * 4
+    assert len(views([])) == 1

@@ -15,7 +15,7 @@ import numpy as np
 
 from unidec.data.storage import file_sha256, read_json, read_manifest, write_manifest
 from unidec.errors import ArtifactError
-from unidec.model.arrays import BY_LABEL, CONFIG, GRAPH, HEADS, KIND, VERSION, WEIGHTS
+from unidec.model.arrays import BY_LABEL, CONFIG, GRAPH, KIND, VERSION, WEIGHTS
 
 CALIBRATION_TEXTS = 128
 # contain wall-clock times, which differ between equal trainings
@@ -86,8 +86,9 @@ def _write_changed(source: Path, target: Path, name: str, num_labels: int, dim: 
     """
     if name == CONFIG:
         config = read_json(source / name)
-        settings = config.get("model", {}) | {"dim": dim}
-        changed = config | {"num_labels": num_labels, "model": settings}
+        changed = config | {"num_labels": num_labels}
+        if "model" in config:
+            changed["model"] = config["model"] | {"dim": dim}
         if changed == config:
             return False
         text = json.dumps(changed, indent=2, sort_keys=True)
@@ -99,7 +100,7 @@ def _write_changed(source: Path, target: Path, name: str, num_labels: int, dim: 
 
     with open_tensors(source / name) as file:
         names = [tensor for tensor in file.names if tensor not in BY_LABEL]
-        heads = [tensor for tensor in names if tensor.startswith(HEADS)]
+        heads = [tensor for tensor in names if tensor.startswith("head_")]
         is_cut = any(file.shape(head)[0] > dim for head in heads)
         if len(names) == len(file.names) and not is_cut:
             return False

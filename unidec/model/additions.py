@@ -34,8 +34,9 @@ Part = nn.Module | nn.Parameter | Tensor
 TextInput = Callable[[str, np.ndarray], Tensor]
 # scores [B, S] and targets -> the classifier's loss, 0-d
 HeadLoss = Callable[[Tensor, PoolTargets], Tensor]
-# vectors [N, D] of a head -> other vectors of the same texts or rows
-View = Callable[[Tensor], Tensor]
+# a head's queries [B, D] and its labels' vectors or rows [S, D], and whether they have unit length
+# -> those on which the head has a loss
+View = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 Classifier = tuple[np.ndarray | None, np.ndarray | None]
 Shortlist = tuple[np.ndarray, dict[str, float]]  # labels by data set row, int32 [N, H], and figures
 NO_ROWS = np.empty(0, dtype=np.int64)
@@ -62,6 +63,11 @@ class Additions:
 
 # sections `encoder` and `model`, number of labels -> what is added
 Add = Callable[[Encoder, Model, int], Additions]
+
+
+def whole(query_BD: Tensor, label_SD: Tensor, is_unit: bool) -> tuple[Tensor, Tensor]:
+    """A head's vectors as they are."""
+    return query_BD, label_SD
 
 
 def add_nothing(*_: Any) -> Additions:
@@ -212,8 +218,7 @@ class Methods:
         export: returns how the model is exported.
         shortlister: None: hard negatives are the nearest labels.
         texts: changes the queries' texts.
-        views: on each of them a head has its loss once more, added to that on its whole vectors;
-            vectors that the loss compares at unit length are scaled to it again.
+        views: a head's loss is the sum of its losses on them.
     """
 
     rows: Rows
@@ -224,7 +229,7 @@ class Methods:
     export: Callable[[], Exported] = Exported
     shortlister: Shortlister | None = None
     texts: TextChange | None = None
-    views: Sequence[View] = ()
+    views: Sequence[View] = (whole,)
 
     def draw(self, drawn: Drawn) -> tuple[dict[str, Any], np.ndarray]:
         """By name what methods need for a batch; rows of further queries to encode, int64 [M]."""

@@ -29,8 +29,6 @@ MAX_BYTES = (1 << 31) - (1 << 20)  # of a graph: protobuf's limit, with a margin
 CLASSIFIER = ("table.weight", "bias.weight")
 # tensors that depend on the labels of the training data: a bundle's model does not contain them
 BY_LABEL = (*CLASSIFIER, "auxiliary", "label_cluster")
-# beginnings of the names of both heads' tensors, whose rows are the dimensions of a head
-HEADS = ("head_de.", "head_clf.")
 _TRANSFORMER = "encoder.transformer."
 _OLD = {"pooling": "mean", "query_prompt": "", "label_prompt": ""}  # of versions without the keys
 

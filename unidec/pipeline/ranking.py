@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -112,11 +112,17 @@ class Ranking:
         Args:
             is_unit: whether the dual encoder's vectors have unit length.
         """
-        encoded = self.encoded
-        cut = partial(first_dimensions, width=width, is_unit=is_unit)
-        queries = {"de_BD": cut("de", encoded.de_BD), "clf_BD": cut("clf", encoded.clf_BD)}
+
+        def cut(head: str, vectors_ND: np.ndarray | None) -> Any:
+            if vectors_ND is None or head == "bias":
+                return vectors_ND
+            cut_NW = np.ascontiguousarray(vectors_ND[:, :width])
+            return unit_rows(cut_NW) if is_unit and head == "de" else cut_NW
+
+        whole = self.encoded
+        encoded = replace(whole, de_BD=cut("de", whole.de_BD), clf_BD=cut("clf", whole.clf_BD))
         vectors = {head: cut(head, array) for head, array in self.vectors.items()}
-        return replace(self, encoded=replace(encoded, **queries), vectors=vectors)
+        return replace(self, encoded=encoded, vectors=vectors)
 
     def with_words(self, words: WordSpace | None) -> Ranking:
         """The same queries with their words (None: without), to compare with training queries."""
@@ -209,16 +215,6 @@ class Ranking:
             rows = list(progress(blocks, total=len(starts), desc="rank by votes", unit="block"))
         nothing = np.zeros((0, K), dtype=np.int64)
         return self.metrics_of(np.concatenate([nothing, *rows]))
-
-
-def first_dimensions(head: str, vectors_ND: Any, width: int, is_unit: bool) -> Any:
-    """The first dimensions of a head's vectors, float32 [N, width], those of the dual encoder of
-    unit length if `is_unit`. Biases, and None, as they are.
-    """
-    if vectors_ND is None or head == "bias":
-        return vectors_ND
-    cut_NW = np.ascontiguousarray(vectors_ND[:, :width])
-    return unit_rows(cut_NW) if is_unit and head == "de" else cut_NW
 
 
 def training_neighbours(

@@ -10,7 +10,7 @@ encoder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -108,27 +108,10 @@ class Objective:
         sizes = self.ranks.sizes(len(batch.pool.pool_S))
         label_SD = self._labels(de_BD[num_queries:], sizes, targets)
         losses = []
-        for pair in self._views(query_BD, label_SD, self.model.settings.normalize):
-            score_BS = self._products(*pair)
+        for view in self.methods.views:
+            score_BS = self._products(*view(query_BD, label_SD, self.model.settings.normalize))
             losses.append(self._of_scores("de", score_BS, scale, targets, batch=batch, step=step))
         return torch.stack(losses).sum()
-
-    def _views(
-        self, query_BD: Tensor, label_SD: Tensor, is_unit: bool
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Queries and labels, then each view of them that methods add.
-
-        Args:
-            is_unit: vectors have unit length, in each view too.
-        """
-        yield query_BD, label_SD
-        for view in self.methods.views:
-            query_BV = view(query_BD)
-            label_SV = view(label_SD)
-            if is_unit:
-                query_BV = F.normalize(query_BV, dim=-1)
-                label_SV = F.normalize(label_SV, dim=-1)
-            yield query_BV, label_SV
 
     def _of_scores(
         self,
@@ -171,7 +154,8 @@ class Objective:
         if is_chunked and settings.reduction == "pol":
             targets = one_positive(targets, len(query_BD), self._generator(step))
         losses = []
-        for query_BV, row_SV in self._views(query_BD, row_SD, model.settings.clf_cosine):
+        for view in self.methods.views:
+            query_BV, row_SV = view(query_BD, row_SD, model.settings.clf_cosine)
             if is_chunked:
                 with self.autocast():
                     loss = full_bce(
