@@ -7,6 +7,7 @@ pairs of a query and a label.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -16,6 +17,7 @@ import scipy.sparse as sp
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import read_heads, read_info
 from unidec.config import Params, Teacher
+from unidec.data.array_file import load_csr, write_csr
 from unidec.data.dataset import Text, XMCDataset
 from unidec.data.storage import (
     files_sha256,
@@ -33,6 +35,7 @@ from unidec.model.sources import resolve_encoder
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import word_neighbours
 from unidec.progress import progress
+from unidec.ranking.fusion import QUERIES_AT_ONCE
 from unidec.ranking.fusion_fit import (
     LEAST_WORD_QUERIES,
     fit_word_network,
@@ -47,7 +50,6 @@ WORDS_KIND = "word-teacher-cache"
 TEXTS_AT_ONCE = 4096
 VOTERS = 100  # training queries that vote, as `index.knn_neighbours` has it
 LEAST_PROBABILITY = 1e-4
-_CSR = (("indptr", np.int64), ("indices", np.int32), ("data", np.float32))
 
 
 def open_teacher(params: Params) -> TeacherVectors | WordTargets | None:
@@ -121,46 +123,41 @@ def _word_targets(params: Params) -> WordTargets:
     decide |= {str(cache.path): folder_sha256(cache.path) for cache in tokens}
     folder = paths.CACHE / f"words-{files_sha256(decide)[:16]}"
     if not folder.is_dir():
-        probability_nL = _probabilities(params, dataset)
         with write_folder(folder, WORDS_KIND, VERSION) as out:
-            for name, dtype in _CSR:
-                np.save(out.path / f"{name}.npy", getattr(probability_nL, name).astype(dtype))
+            write_csr(out.path, "", _probabilities(params, dataset), np.float32)
     with verify_once(folder) as needed:
         read_manifest(folder, WORDS_KIND, VERSION, verify=needed)
-    indptr, indices, data = (
-        load_array(folder / f"{name}.npy", dtype, ndim=1) for name, dtype in _CSR
-    )
     rows_n = dataset.rows("train")
     shape = (len(rows_n), dataset.num_labels)
-    return WordTargets(rows_n, sp.csr_matrix((data, indices, indptr), shape, copy=False))
+    return WordTargets(rows_n, load_csr(folder, "", shape, np.float32, check=False))
 
 
-def _probabilities(params: Params, dataset: XMCDataset) -> sp.csr_matrix:
+def _probabilities(params: Params, dataset: XMCDataset) -> Iterator[sp.csr_matrix]:
+    """The probabilities of blocks of training queries, CSR float32 [B, L]."""
     neighbours = word_neighbours(dataset, resolve_encoder(params.encoder.name))
     scorer = WordScorer(neighbours, VOTERS)
-    rows_n = dataset.rows("train")
-    excluded = pair_keys(dataset.filter_pairs[rows_n])
+    num = neighbours.num_queries
+    excluded = pair_keys(dataset.filter_pairs[dataset.rows("train")])
     network = fit_word_network(scorer, excluded, params.seed)
     if network is None:
         raise ConfigError(
             "too few training queries to learn how words rank labels",
             where="teacher.words",
-            got=len(rows_n),
+            got=num,
             expected=f"at least {LEAST_WORD_QUERIES}",
             fix="teacher.words: false",
         )
-    parts = []
-    for key_P, feature_PX in words_of_training_queries(scorer, np.arange(len(rows_n)), excluded):
-        query_P, label_P = np.divmod(key_P, dataset.num_labels)
+    blocks = words_of_training_queries(scorer, np.arange(num), excluded)
+    for start, (key_P, feature_PX) in zip(range(0, num, QUERIES_AT_ONCE), blocks, strict=True):
+        num_rows = min(QUERIES_AT_ONCE, num - start)
+        pairs = np.divmod(key_P - start * dataset.num_labels, dataset.num_labels)
         exp_P = np.exp(network.scores(feature_PX))
-        first = query_P.min(initial=0)
-        sum_B = np.bincount(query_P - first, exp_P)
-        probability_P = exp_P / sum_B[query_P - first]
-        is_likely_P = probability_P >= LEAST_PROBABILITY
-        parts.append((probability_P[is_likely_P], query_P[is_likely_P], label_P[is_likely_P]))
-    probability_P, query_P, label_P = (np.concatenate(part) for part in zip(*parts, strict=True))
-    pairs = (probability_P.astype(np.float32), (query_P, label_P.astype(np.int32)))
-    return sp.csr_matrix(pairs, shape=(len(rows_n), dataset.num_labels))
+        sum_B = np.bincount(pairs[0], exp_P, num_rows)
+        probability_P = exp_P / sum_B[pairs[0]]
+        probability_P[probability_P < LEAST_PROBABILITY] = 0
+        block_BL = sp.csr_matrix((probability_P, pairs), (num_rows, dataset.num_labels))
+        block_BL.eliminate_zeros()
+        yield block_BL
 
 
 def _encode(bundle: Bundle, dataset: XMCDataset, rows_n: np.ndarray) -> np.ndarray:
