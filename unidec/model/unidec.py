@@ -40,11 +40,10 @@ from unidec.model.arrays import (
     ModelConfig,
     misfit,
 )
+from unidec.model.dense import Dense, load_dense
 from unidec.model.encoder import (
-    Dense,
     TextEncoder,
     empty_transformer,
-    load_dense,
     load_transformer,
 )
 from unidec.model.encoder_folder import resolved

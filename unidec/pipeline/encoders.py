@@ -127,7 +127,8 @@ def about_encoder(params: Params, name: str) -> AboutEncoder:
     import torch
 
     from unidec.data.tokens import encode_texts
-    from unidec.model.encoder import TextEncoder, load_dense, load_transformer
+    from unidec.model.dense import load_dense
+    from unidec.model.encoder import TextEncoder, load_transformer
     from unidec.model.encoder_folder import resolved
     from unidec.model.encoder_inputs import InputBuilder
     from unidec.training.precision import choose_device

@@ -15,7 +15,7 @@ from unidec.bundle.bundle_folder import BundleLabels, Facts, Scoring, write_bund
 from unidec.bundle.bundle_info import KnnInfo
 from unidec.config import Params, recorded
 from unidec.config.index_spec import KINDS, IndexSpec, Kind
-from unidec.data.dataset import Split, Text, texts_read
+from unidec.data.dataset import Split, Text, XMCDataset, texts_read
 from unidec.data.profile import PROFILE_KEY, profile_dataset
 from unidec.errors import ConfigError
 from unidec.evaluation.drift import served_facts
@@ -34,6 +34,7 @@ from unidec.progress import say
 from unidec.ranking.calibration import LEAST_RELEVANT, fit_calibration
 from unidec.ranking.index import LabelIndex
 from unidec.ranking.index_tune import Measured, default_kinds, tune
+from unidec.ranking.neighbours import Neighbours
 from unidec.ranking.ranker import Ranker
 from unidec.training.precision import choose_device
 
@@ -78,6 +79,21 @@ class Tuned:
     chosen: Measured | None
 
 
+def _neighbours(params: Params, model: UniDEC, dataset: XMCDataset) -> Neighbours | None:
+    """The training queries that vote; None if none do."""
+    index = params.index
+    if index.knn_weight == 0 and not index.fuses:
+        return None
+    return training_neighbours(
+        model,
+        dataset,
+        params.optim.precision,
+        by=index.knn_by,
+        word_head=index.knn_head,
+        width=index.width,
+    )
+
+
 def index(params: Params) -> Indexed:
     """Build the bundle of outputs/model.
 
@@ -93,16 +109,8 @@ def index(params: Params) -> Indexed:
     by_width = quality_by_width(ranking, params, is_unit)
     if settings.width:
         ranking = ranking.at_width(settings.width, is_unit)
-    neighbours = None
-    if settings.knn_weight != 0 or settings.fuses:
-        neighbours = training_neighbours(
-            model,
-            dataset,
-            precision,
-            by=settings.knn_by,
-            word_head=settings.knn_head,
-            width=settings.width,
-        )
+    neighbours = _neighbours(params, model, dataset)
+    if neighbours is not None:
         ranking = ranking.with_words(neighbours.words)
     blend = tuned_blend(ranking, params, neighbours)
     if neighbours is not None and settings.fuses:

@@ -31,11 +31,11 @@ from unidec.methods.label_clusters import LABEL_CLUSTER
 from unidec.methods.simcse import texts_as_labels
 from unidec.methods.teacher import TeacherLoss
 from unidec.model.batch import TextChunks
+from unidec.model.dense import new_dense
 from unidec.model.encoder import (
     EncoderInput,
     TextEncoder,
     TransformerEncoder,
-    new_dense,
     transformer_class,
     transformer_config,
     transformer_options,

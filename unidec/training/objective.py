@@ -10,6 +10,7 @@ encoder.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -111,7 +112,7 @@ class Objective:
         for view in self.methods.views:
             score_BS = self._products(*view(query_BD, label_SD, self.model.settings.normalize))
             losses.append(self._of_scores("de", score_BS, scale, targets, batch=batch, step=step))
-        return torch.stack(losses).sum()
+        return functools.reduce(torch.add, losses)
 
     def _of_scores(
         self,
@@ -167,7 +168,7 @@ class Objective:
                     logit_BS = logit_BS + bias_S1.T
                 loss = self._of_scores("clf", logit_BS, scale, targets, batch=batch, step=step)
             losses.append(loss)
-        return torch.stack(losses).sum()
+        return functools.reduce(torch.add, losses)
 
     def _rows(self, text_TW: Tensor, batch: Prepared) -> tuple[Tensor, Tensor | None]:
         """The classifier's rows [S, D] and biases [S, 1] of the labels that this rank compares with
