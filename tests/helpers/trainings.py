@@ -39,3 +39,19 @@ def history(trainer: Trainer) -> list[dict[str, Any]]:
     """Lines of history.jsonl without the figures that a clock decides."""
     lines = (trainer.run_dir / "history.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+
+
+def loss_by_teacher(trainer):
+    """Trains to the end; the teacher's loss of the dual encoder on the training queries' pool,
+    without its weight.
+    """
+    train_to_the_end(trainer)
+    trainer.model.eval()
+    batch = trainer.prepare(trainer.rows, 0)
+    x = trainer.model.encoder(batch.texts).detach()
+    (method,) = trainer.batches.methods.score_losses
+    own = batch.counts.own_queries
+    de = trainer.model.de(x)
+    score = de[:own] @ de[own:].T / trainer.settings.model.temperature
+    loss = method.loss("de", score.detach(), batch.targets, batch)
+    return float(loss) / trainer.settings.teacher.weight

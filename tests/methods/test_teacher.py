@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.label_targets import soft_targets
-from helpers.trainings import train_to_the_end
+from helpers.trainings import loss_by_teacher, train_to_the_end
 
 from unidec.config import Teacher
 from unidec.methods.teacher import TeacherLoss, TeacherVectors
@@ -180,13 +180,5 @@ def test_students_come_nearer_to_their_teacher(open_taught):
         trainer = open_taught(
             name, **{"teacher.weight": weight, "teacher.temperature": 1.0, "optim.epochs": 8}
         )
-        train_to_the_end(trainer)
-        trainer.model.eval()
-        batch = trainer.prepare(trainer.rows, 0)
-        x = trainer.model.encoder(batch.texts).detach()
-        (method,) = trainer.batches.methods.score_losses
-        own = batch.counts.own_queries
-        de = trainer.model.de(x)
-        score = de[:own] @ de[own:].T / trainer.settings.model.temperature
-        divergences[name] = float(method.loss("de", score.detach(), batch.targets, batch)) / weight
+        divergences[name] = loss_by_teacher(trainer)
     assert divergences["taught"] < 0.8 * divergences["alone"]

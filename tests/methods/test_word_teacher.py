@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
-from helpers.trainings import train_to_the_end
+from helpers.trainings import loss_by_teacher
 
 from unidec.config import Teacher
 from unidec.methods.word_teacher import WordTargets, WordTeacherLoss, unread_targets
@@ -117,15 +117,7 @@ def test_students_come_nearer_to_their_teacher(open_taught):
     losses = {}
     for name, weight in (("taught", 4.0), ("alone", 1e-9)):
         trainer = open_taught(name, **{"teacher.weight": weight, "optim.epochs": 8})
-        train_to_the_end(trainer)
-        trainer.model.eval()
-        batch = trainer.prepare(trainer.rows, 0)
-        x = trainer.model.encoder(batch.texts).detach()
-        (method,) = trainer.batches.methods.score_losses
-        own = batch.counts.own_queries
-        de = trainer.model.de(x)
-        score = de[:own] @ de[own:].T / trainer.settings.model.temperature
-        losses[name] = float(method.loss("de", score.detach(), batch.targets, batch)) / weight
+        losses[name] = loss_by_teacher(trainer)
     assert losses["taught"] < 0.95 * losses["alone"]
 
 
