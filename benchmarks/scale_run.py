@@ -98,7 +98,7 @@ def stages(size: Facts) -> dict[str, list[str]]:
     }
 
 
-def size_of(scale: float) -> Facts:
+def size_of(scale: float, predicted: int = PREDICTED) -> Facts:
     """Counts at a share of the full size; small splits stay large enough to measure on."""
     labels = int(LABELS * scale)
     queries = int(QUERIES * scale)
@@ -106,7 +106,7 @@ def size_of(scale: float) -> Facts:
         "labels": labels,
         "queries": queries,
         "test": min(TEST, queries // 5),
-        "predicted": int(PREDICTED * scale),
+        "predicted": int(predicted * scale),
         "validation_share": min(0.05, VALIDATION / queries),
     }
 
@@ -315,8 +315,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--scale", type=float, default=1.0, help="share of 10^6 labels and queries")
     parser.add_argument(
-        "--scale", type=float, default=1.0, help="share of 10^6 labels and 10^7 predicted queries"
+        "--predicted", type=int, default=PREDICTED, help="queries to predict for, at scale 1"
     )
     parser.add_argument(
         "--stages", help="names with commas: only these, also where they are measured already"
@@ -330,7 +331,7 @@ def main() -> None:
     if not options.show:
         run(
             options.folder,
-            size_of(options.scale),
+            size_of(options.scale, options.predicted),
             options.stages.split(",") if options.stages else None,
         )
     print(shown(json.loads((options.folder / "scale_run.json").read_text(encoding="utf-8"))))

@@ -27,7 +27,7 @@ from unidec.ranking.sparse import Floats, Rows
 from unidec.ranking.word_scores import WordScorer
 
 # hidden units of each fold's network; measured: benchmarks/results/fusion.md
-FOLDS = 8
+FOLDS = 4
 HIDDEN = 32
 BATCH = 128
 RATE = 0.01
