@@ -11,6 +11,7 @@ from bench import Section, main
 SECTIONS = {
     "correctness": Section(training.correctness, 60, check=True),
     "synchronisations": Section(training.synchronisations, 30, check=True),
+    "counts": Section(training.counts, 20),
     "step": Section(training.step, 400),
 }
 

@@ -216,6 +216,27 @@ def step(bench: Bench) -> None:
                 )
 
 
+LAYERS = 6  # of the transformer whose operators are counted: DistilBERT's and MiniLM's number
+
+
+def counts(bench: Bench) -> None:
+    """Launches of a step by part, texts padded and packed; without a card, operators. They do not
+    depend on widths, and on batches only by the number of padded chunks.
+    """
+    encoder = str(bench.encoder(64, LAYERS))
+    for recipe in ("unidec-gpu-paper", "unidec-gpu"):
+        for form in ("padded", "packed"):
+            params = bench.params(recipe, **{"encoder.name": encoder})
+            train_rows, labels, *_ = bench.sizes.small
+            trainer = with_packs(bench.trainer(params, train_rows, labels), form == "packed")
+            trainer.made = uniform(trainer)
+            what = f"{recipe}, {LAYERS} layers, {form}"
+            found = parts_of_step(bench, trainer)
+            for part, (*_, count) in found.items():
+                bench.add(f"launches: {part}", count, "", what)
+            bench.add("launches", sum(count for *_, count in found.values()), "", what)
+
+
 def with_packs(trainer: Trainer, packs: bool) -> Trainer:
     """A trainer whose transformer reads packed texts, or padded ones."""
     build = replace(trainer.encoding.build, packs=packs)

@@ -72,7 +72,7 @@ def found(gpu, bench, sections):
 
 @pytest.mark.parametrize(
     "section",
-    ["step", "refresh", "search", "memory", "synchronisations"],
+    ["step", "counts", "refresh", "search", "memory", "synchronisations"],
 )
 def test_a_section_runs(gpu, found, section):
     figures, code = found(section)

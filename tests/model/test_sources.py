@@ -8,10 +8,12 @@ import shutil
 import sys
 
 import pytest
+import torch
 
 from unidec.data.storage import file_sha256
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model import sources
+from unidec.model.encoder import load_transformer
 from unidec.model.sources import Packaged, check_positions, num_weights, resolve_encoder
 
 
@@ -52,6 +54,50 @@ def test_a_folder_without_a_file_is_refused(tiny_bert, tmp_path, missing):
     (tmp_path / "copy" / missing).unlink()
     with pytest.raises(ArtifactError, match=missing):
         resolve_encoder(str(tmp_path / "copy"))
+
+
+@pytest.fixture
+def sharded(tiny_bert, tmp_path):
+    """The tiny transformer with its weights in several files."""
+    folder = tmp_path / "sharded"
+    shutil.copytree(tiny_bert, folder)
+    model = load_transformer(tiny_bert)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="20KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    return folder
+
+
+def test_weights_in_several_files_are_the_same_model(tiny_bert, sharded):
+    assert resolve_encoder(str(sharded)) == sharded
+    whole, parts = (load_transformer(folder).state_dict() for folder in (tiny_bert, sharded))
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert num_weights(sharded) == sum(weight.numel() for weight in parts.values())
+
+
+def test_a_missing_file_of_several_is_named(sharded):
+    missing = sorted(sharded.glob("model-*.safetensors"))[1]
+    missing.unlink()
+    with pytest.raises(ArtifactError, match=missing.name):
+        resolve_encoder(str(sharded))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"weight_map": {}}',
+        '{"weight_map": {"w": "../model.safetensors"}}',
+        '{"weight_map": {"w": 1}}',
+    ],
+)
+def test_a_damaged_list_of_weight_files_is_refused(sharded, index):
+    (sharded / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ArtifactError, match=r"index\.json"):
+        resolve_encoder(str(sharded))
 
 
 def test_a_packages_data_are_found_without_importing_it(package, offline):

@@ -17,6 +17,8 @@ from unidec.bundle.bundle import Bundle
 from unidec.methods.assembly import load_model
 from unidec.pipeline import paths
 from unidec.ranking.query_encoder import open_encoder
+from unidec.tracking.registry import register
+from unidec.tracking.store import open_client, prepare_store, tracking_uri
 
 pytestmark = pytest.mark.timeout(240)
 TEXTS = ["river engine music", "garden w3"]
@@ -39,7 +41,7 @@ def test_one_training_is_served_at_each_of_its_widths(
     tmp_path, tiny_raw, tiny_encoder, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", prepare_store(f"sqlite:///{tmp_path}/mlflow.db"))
     write_raw(tiny_raw, "raw", "xmc-json")
     folder = shutil.copytree(tiny_encoder("bert"), tmp_path / "e5-like")
     config = folder / "config_sentence_transformers.json"
@@ -74,3 +76,8 @@ def test_one_training_is_served_at_each_of_its_widths(
         assert bundle.info.width == 2 * (width or 16)  # cosines have no bias
         sizes.append(sum(file.stat().st_size for file in (paths.BUNDLE / "vectors").iterdir()))
     assert sizes == sorted(sizes, reverse=True)
+    version = register(paths.BUNDLE, None, "unidec")
+    open_client(tracking_uri()).set_registered_model_alias("unidec", "champion", str(version))
+    start = pipeline.choose_start(served)
+    assert start.kind == "cold"
+    assert start.reason == "the champion, version 1, is served at 4 dimensions (index.width)"

@@ -48,11 +48,14 @@ _SLOW = (
 )
 
 
+WEIGHTS = "model.safetensors"
+SHARDS = "model.safetensors.index.json"  # of weights in several files: which weight is in which
 STATIC = "model2vec"  # `model_type` of static vectors, in place of a transformer
 
 
 def resolve_encoder(name: str) -> Path:
-    """The local folder of a transformer, with config.json, tokenizer.json and model.safetensors.
+    """The local folder of a transformer, with config.json, tokenizer.json and weights in
+    model.safetensors, or in the files that model.safetensors.index.json names.
 
     Args:
         name: a local folder, an alias (`all-MiniLM-L6-v2`), or a name on the hub. Tried in this
@@ -72,7 +75,7 @@ def resolve_encoder(name: str) -> Path:
         spec = importlib.util.find_spec(packaged.module)
         if spec is not None and spec.submodule_search_locations:
             folder = Path(spec.submodule_search_locations[0]) / packaged.folder
-            weights = folder / "model.safetensors"
+            weights = folder / WEIGHTS
             sha256 = "no such file"
             if weights.is_file():
                 status = weights.stat()
@@ -123,11 +126,40 @@ def check_positions(folder: Path, max_length: int) -> None:
         )
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a transformer's weights: model.safetensors, or those that
+    model.safetensors.index.json names. A file need not exist.
+
+    Raises:
+        ArtifactError: model.safetensors.index.json is damaged, or names files elsewhere.
+    """
+    index = folder / SHARDS
+    if not index.is_file():
+        return [folder / WEIGHTS]
+    try:
+        names = set(read_json(index)["weight_map"].values())
+        is_here = all(Path(name).name == name for name in names)
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        names, is_here = {error}, False
+    if not names or not is_here:
+        raise ArtifactError(
+            "not a list of weight files",
+            where=index,
+            got=", ".join(map(str, sorted(names, key=str)))[:200],
+            expected="weight_map, with names of files in the same folder",
+            fix="copy or download it again",
+        )
+    return [folder / name for name in sorted(names)]
+
+
 def num_weights(folder: Path) -> int:
-    """The number of weights in a transformer's file; raises ArtifactError if it is damaged."""
+    """The number of weights of a transformer; raises ArtifactError if a file is damaged."""
+    return sum(map(_num_weights_of, weight_files(folder)))
+
+
+def _num_weights_of(path: Path) -> int:
     from safetensors import SafetensorError, safe_open
 
-    path = folder / "model.safetensors"
     try:
         with safe_open(str(path), framework="numpy") as file:
             names = list(file.keys())
@@ -180,7 +212,9 @@ def _from_hub(name: str, packaged: Packaged | None) -> Path:
         "tokenizer*",
         "vocab*",
         "special_tokens_map.json",
-        "model.safetensors",
+        WEIGHTS,
+        "model-*-of-*.safetensors",
+        SHARDS,
         "?_Dense/model.safetensors",
     ]
     try:
@@ -203,11 +237,8 @@ def _from_hub(name: str, packaged: Packaged | None) -> Path:
 
 def _checked(folder: Path) -> Path:
     """The folder itself. Raises ArtifactError: files are missing."""
-    missing = [
-        n
-        for n in ("config.json", "tokenizer.json", "model.safetensors")
-        if not (folder / n).is_file()
-    ]
+    files = [folder / "config.json", folder / "tokenizer.json", *weight_files(folder)]
+    missing = [file.name for file in files if not file.is_file()]
     slow = [name for name in _SLOW if (folder / name).is_file()]
     if missing == ["tokenizer.json"] and slow:
         raise ArtifactError(

@@ -200,7 +200,10 @@ def _from_champion(params: Params, auto: bool) -> tuple[WarmStart | None, str]:
     encoder = resolve_encoder(params.encoder.name)
     own = resolved(params.encoder, encoder)
     unfit = start_differences(own, encoder, encoder, bundle / "model")
-    if unfit := unfit + ["model.dim"] * (config["model"]["dim"] != params.model.dim):
+    dim = config["model"]["dim"]
+    if dim in params.loss.widths:
+        return None, f"the champion, {version}, is served at {dim} dimensions (index.width)"
+    if unfit := unfit + ["model.dim"] * (dim != params.model.dim):
         return None, f"the champion, {version}, has another {_listed(unfit)}"
     generation = int(config.get("start", {}).get("generation", 0))
     words, is_refused = _leak(params, bundle / "model")
