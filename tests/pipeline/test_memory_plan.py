@@ -536,19 +536,6 @@ def test_places_and_phases_of_a_plan():
     assert not with_free(device=None).shortages
 
 
-def test_a_small_training_is_one_line():
-    amounts = (Amount("a", "host", GIB), Amount("b", "disk", GIB // 4))
-    small = Plan(amounts, "cpu", "", {"host": 12 * GIB, "disk": 40 * GIB})
-    assert small.lines() == [
-        "fits: host memory 1.00 GiB of 12.00 GiB free, disk 0.25 GiB of 40.00 GiB free "
-        "(--json: all amounts)"
-    ]
-    for free in ({"host": 2 * GIB, "disk": 40 * GIB}, {"host": 12 * GIB}):
-        assert len(Plan(amounts, "cpu", "", free).lines()) > 4, (
-            "little memory free, or free disk space unknown"
-        )
-
-
 def test_amounts_in_words():
     assert gib(0) == "0.00 MiB"
     assert gib(1 << 30) == "1.00 GiB"

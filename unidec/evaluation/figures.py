@@ -111,12 +111,10 @@ class Chart:
             figure = Figure(figsize=(5.0, self.height), layout="constrained")
             axes = figure.add_subplot()
             self.draw(axes)
-            for label, limits, set_limits in (
-                (axes.get_xlabel(), axes.get_xlim(), axes.set_xlim),
-                (axes.get_ylabel(), axes.get_ylim(), axes.set_ylim),
-            ):
-                if re.search(r"\bpercent\b", label):
-                    set_limits(*np.clip(limits, 0, 100).tolist())
+            for axis in (axes.xaxis, axes.yaxis):
+                if re.search(r"\bpercent\b", axis.get_label_text()):
+                    low, high = np.clip(axis.get_view_interval(), 0, 100)
+                    axis.set_view_interval(low, high, ignore=True)
             figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
         return _inline(buffer.getvalue(), self.about)
 
@@ -296,10 +294,9 @@ def range_chart(caption: str, rows: Sequence[Range], x_label: str) -> Chart | No
             low, high = row.ends
             figures.append(f"{low:.2f} to {high:.2f}")
         texts.append([row.name, ", ".join(figures)])
-    means = [f"{row.name} {row.mean:.2f}" for row in rows]
     return Chart(
         caption=caption,
-        about="; ".join([x_label, *means]),
+        about=x_label,
         draw=draw,
         table=Table(["", x_label], texts),
         height=0.8 + 0.22 * len(rows),
@@ -346,10 +343,7 @@ def _thinned(values: Sequence[float], most: int = MAX_POINTS) -> list[float]:
 
 
 def _abridged(name: str) -> str:
-    name = _clean(name)
-    if len(name) <= LONGEST_NAME:
-        return name
-    return f"{name[: LONGEST_NAME - 1]}…"
+    return f"{_clean(name):.{LONGEST_NAME}}"
 
 
 def _clean(text: str) -> str:

@@ -130,26 +130,18 @@ def weight_files(folder: Path) -> list[Path]:
     """The files of a transformer's weights: model.safetensors, or those that
     model.safetensors.index.json names. A file need not exist.
 
-    Raises:
-        ArtifactError: model.safetensors.index.json is damaged, or names files elsewhere.
+    Raises ArtifactError: model.safetensors.index.json is damaged.
     """
     index = folder / SHARDS
     if not index.is_file():
         return [folder / WEIGHTS]
     try:
-        names = set(read_json(index)["weight_map"].values())
-        is_here = all(Path(name).name == name for name in names)
+        names = sorted(set(read_json(index)["weight_map"].values()))
+        return [folder / Path(name).name for name in names] or [folder / WEIGHTS]
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        names, is_here = {error}, False
-    if not names or not is_here:
         raise ArtifactError(
-            "not a list of weight files",
-            where=index,
-            got=", ".join(map(str, sorted(names, key=str)))[:200],
-            expected="weight_map, with names of files in the same folder",
-            fix="copy or download it again",
-        )
-    return [folder / name for name in sorted(names)]
+            "not a list of weight files", where=index, got=error, fix="copy or download it again"
+        ) from error
 
 
 def num_weights(folder: Path) -> int:

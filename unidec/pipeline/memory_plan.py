@@ -51,8 +51,7 @@ Place = Literal["device", "host", "disk"]
 Phase = Literal["always", "step", "refresh", "index"]
 Free = Mapping[Place, int | None]
 Settings = dict[str, bool | int | str]  # key path -> value
-PLACES: dict[Place, str] = {"device": "GPU memory", "host": "host memory", "disk": "disk"}
-SPACE: dict[Place, str] = PLACES | {"disk": "disk space"}
+PLACES: dict[Place, str] = {"device": "GPU memory", "host": "host memory", "disk": "disk space"}
 PHASES: dict[Phase, str] = {
     "always": "all the time",
     "step": "a training step",
@@ -61,7 +60,6 @@ PHASES: dict[Phase, str] = {
 }
 # share of the free memory to keep free: allocators round up and fragment, other processes need some
 MARGIN = 0.05
-SMALL = 0.1  # share of the free memory: a plan that needs less everywhere is printed as one line
 FP16 = 2
 FP32 = 4
 INT32 = 4
@@ -165,7 +163,7 @@ class Plan:
         for place in self.shortages:
             _, needed = self.peak(place)
             more = needed / (1 - MARGIN) - (self.free[place] or 0)
-            parts.append(f"{gib(more)} more {SPACE[place]}")
+            parts.append(f"{gib(more)} more {PLACES[place]}")
         return " and ".join(parts)
 
     def settings(self, form: str) -> list[str]:
@@ -191,15 +189,10 @@ class Plan:
 
     def lines(self) -> list[str]:
         """The plan as printed: the largest amounts of each place, whether it fits, and settings
-        that would; a single line if little memory is needed.
+        that would.
         """
         used = {place: name for place, name in PLACES.items() if self.peak(place)[1]}
         return render_text("plan.txt", plan=self, used=used, phases=PHASES, gib=gib).splitlines()
-
-    @property
-    def is_small(self) -> bool:
-        """Whether little of the free memory is needed everywhere."""
-        return all(self.peak(place)[1] <= SMALL * (self.free.get(place) or 0) for place in PLACES)
 
 
 def gib(num_bytes: float) -> str:
@@ -446,7 +439,7 @@ def check_fits(params: Params, free: Free | None = None) -> None:
     plan = plan_memory(params, free={**known, **(free or {})}, training_only=True)
     if not plan.short:
         return
-    lacking = " and ".join(SPACE[place] for place in plan.shortages)
+    lacking = " and ".join(PLACES[place] for place in plan.shortages)
     advice = plan.missing
     if plan.advice:
         advice = f"{', '.join(plan.settings('{}: {}'))}, or {plan.missing}"
