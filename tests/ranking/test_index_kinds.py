@@ -68,6 +68,17 @@ def test_strings_of_faiss(factory, search, numbers):
 
 
 @pytest.mark.parametrize(
+    ("num_labels", "kind"),
+    [(1, "flat"), (2_000, "flat"), (2_001, "pq"), (100_000, "pq"), (100_001, "ivf-pq")],
+)
+def test_the_default_is_chosen_by_the_number_of_labels(num_labels, kind):
+    settings = load_params(None).index
+    assert (settings.factory, settings.search) == ("auto", "")
+    spec = IndexSpec.parse(settings.factory, settings.search, num_labels)
+    assert spec == IndexSpec(kind=kind)
+
+
+@pytest.mark.parametrize(
     "factory",
     [
         "",
@@ -89,13 +100,14 @@ def test_strings_of_faiss(factory, search, numbers):
     ],
 )
 def test_another_factory_is_refused(factory):
-    with pytest.raises(ConfigError, match=r'(?s)index\.factory.*fix: Flat; PQx4 with .* or "IVF'):
+    with pytest.raises(ConfigError, match=r'(?s)index\.factory.*fix: .*Flat; PQx4 with .* or "IVF'):
         load_params(None, {"index.factory": factory})
 
 
 @pytest.mark.parametrize(
     ("factory", "search"),
     [
+        ("auto", "nprobe=3"),
         ("Flat", "nprobe=3"),
         ("PQx4", "nprobe=3"),
         ("PQx4", "k_factor_rf=0"),

@@ -7,10 +7,11 @@
     HNSW32      float32 vector and graph links             those reached by a walk
     IVF,PQx4    codes as PQx4, in inverted lists           those in the nearest `nprobe` lists
 
-A factory is a string of `faiss.index_factory` without the numbers that only the data knows: how
-many codes a label has, and, unless it is given (IVF4096), how many lists there are. Settings of the
-build may follow: `PQx4,dsub=2`, `HNSW32,efConstruction=100`. A search string has the form of
-faiss's `ParameterSpace`: `nprobe=32,k_factor_rf=4`. A setting that is left out has its default.
+The default, "auto", chooses among them by the number of labels. A factory is a string of
+`faiss.index_factory` without the numbers that only the data knows: how many codes a label has, and,
+unless it is given (IVF4096), how many lists there are. Settings of the build may follow:
+`PQx4,dsub=2`, `HNSW32,efConstruction=100`. A search string has the form of faiss's
+`ParameterSpace`: `nprobe=32,k_factor_rf=4`. A setting that is left out has its default.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ Kind = Literal["flat", "pq", "hnsw", "ivf-pq"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 COMPRESSED: frozenset[Kind] = frozenset({"pq", "ivf-pq"})
 """Kinds whose codes select candidates, which are then scored exactly with the float32 vectors."""
+
+# to compare a query with so many labels takes less than a millisecond
+FLAT_LABELS = 2_000
+# with more labels, inverted lists cost less than reading all codes; as `pool.mining: auto`
+CODE_LABELS = 100_000
 
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
 CountOrZero = Annotated[int, Field(ge=0, le=1 << 40)]
@@ -66,7 +72,6 @@ class IndexOptions(BaseModel):
     probes: CountOrZero = 0
     code_dims: Count = 4
     rescore: Count = 8
-    copies: Literal[0, 1] = Field(0, exclude=True)  # the first bundles of format 7 have it
 
 
 class IndexSpec(IndexOptions):
@@ -75,14 +80,18 @@ class IndexSpec(IndexOptions):
     kind: Kind = "flat"
 
     @classmethod
-    def parse(cls, factory: str, search: str = "") -> IndexSpec:
+    def parse(cls, factory: str, search: str = "", num_labels: int = 0) -> IndexSpec:
         """Read `index.factory` and `index.search`.
+
+        Args:
+            num_labels: L, by which "auto" chooses.
 
         Raises:
             ConfigError: not a factory, or a setting that a search of this index does not have.
         """
         settings = sorted(search.split(",")) if search else []
-        text = "\n".join([factory, *settings])
+        chosen = _factory_for(num_labels) if factory == "auto" else factory
+        text = "\n".join([chosen, *settings])
         for kind, form in _FORMS.items():
             if match := re.fullmatch(form, text):
                 given = match.groupdict()
@@ -113,5 +122,11 @@ class IndexSpec(IndexOptions):
         return min(self.probes or max(8, num_lists // 12), num_lists)
 
 
+def _factory_for(num_labels: int) -> str:
+    if num_labels <= FLAT_LABELS:
+        return "Flat"
+    return "PQx4" if num_labels <= CODE_LABELS else "IVF,PQx4"
+
+
 FLAT = IndexSpec()
-"""Exact search, the default."""
+"""Exact search."""

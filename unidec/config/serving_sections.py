@@ -41,9 +41,9 @@ class Index(Section):
 
     decides: ClassVar[tuple[Result, ...]] = ("index",)
 
-    factory: str = "Flat"
-    """faiss factory string: Flat (exact), PQx4, HNSW32 or "IVF,PQx4" (docs/bundles.md); `unidec
-    index tune` measures recall and speed
+    factory: str = "auto"
+    """faiss factory string: Flat (exact), PQx4, HNSW32 or "IVF,PQx4" (docs/bundles.md); auto: by
+    the number of labels; `unidec index tune` measures recall and speed
     """
     search: str = ""
     """faiss search settings, such as "nprobe=32,k_factor_rf=8" or efSearch=200; those left out are

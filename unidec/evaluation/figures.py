@@ -115,7 +115,7 @@ class Chart:
                 if re.search(r"\bpercent\b", axis.get_label_text()):
                     low, high = np.clip(axis.get_view_interval(), 0, 100)
                     axis.set_view_interval(low, high, ignore=True)
-            figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+            figure.savefig(buffer, format="svg", transparent=True)
         return _inline(buffer.getvalue(), self.about)
 
 

@@ -122,7 +122,7 @@ def index(params: Params) -> Indexed:
         what = f"fewer than {LEAST_RELEVANT} predictions of the validation queries are relevant"
         say(f"no probabilities: {what}")
     heads = ranking.heads(settings, blend.clf_weight)
-    spec = IndexSpec.parse(settings.factory, settings.search)
+    spec = IndexSpec.parse(settings.factory, settings.search, dataset.num_labels)
     label_index = LabelIndex.build(
         heads, spec, show=True, parts=paths.BUNDLE.with_name("index.parts")
     )

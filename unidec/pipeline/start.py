@@ -202,7 +202,7 @@ def _from_champion(params: Params, auto: bool) -> tuple[WarmStart | None, str]:
     unfit = start_differences(own, encoder, encoder, bundle / "model")
     dim = config["model"]["dim"]
     if dim in params.loss.widths:
-        return None, f"the champion, {version}, is served at {dim} dimensions (index.width)"
+        return None, f"the champion, {version}, is served at an index.width"
     if unfit := unfit + ["model.dim"] * (dim != params.model.dim):
         return None, f"the champion, {version}, has another {_listed(unfit)}"
     generation = int(config.get("start", {}).get("generation", 0))
