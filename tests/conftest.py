@@ -5,6 +5,7 @@ before damaging.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import os
@@ -82,6 +83,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a GPU")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def garbage_of_this_file() -> None:
+    """Garbage collections in a file's tests scan only what these tests made, and not the millions
+    of objects of all modules that the process has imported: swaps of a model collect each time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 
 from unidec import pipeline
 from unidec.config import load_params
-from unidec.data.spool import Numbers
+from unidec.data.spool import BLOCK_ROWS, Numbers
 from unidec.errors import ArtifactError, DataError
 from unidec.pipeline import paths
 
@@ -122,8 +122,8 @@ def test_one_bad_row_among_many_is_named_with_its_line(
 ) -> None:
     """In each file, whatever the blocks in which it is read."""
     monkeypatch.chdir(tmp_path)
-    count = 150_000
-    row = {"first": 0, "middle": 70_001, "last": count - 1}[where]
+    count = BLOCK_ROWS + 5_000
+    row = {"first": 0, "middle": BLOCK_ROWS + 1, "last": count - 1}[where]
     folder = tmp_path / "raw"
     folder.mkdir()
     (folder / "queries.csv").write_text(
