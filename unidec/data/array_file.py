@@ -110,9 +110,8 @@ def write_csr(folder: Path, prefix: str, blocks: Iterable[csr_matrix], dtype: An
 def row_blocks(
     indptr: np.ndarray, most: int = 1 << 20, most_rows: int = 1 << 18
 ) -> Iterator[tuple[int, int]]:
-    """Split the rows of a CSR matrix into blocks of at most `most` entries (a single row may have
-    more) and `most_rows` rows; yields each block's first and last row (exclusive). At least one
-    block.
+    """First and last row (exclusive) of consecutive blocks of a CSR matrix, each with at most
+    `most` entries (a single row may have more) and `most_rows` rows; at least one block.
     """
     start = 0
     last = len(indptr) - 1

@@ -2,7 +2,8 @@
 
 Each database is private to one `with` block. Data beyond its memory limit spills to a temporary
 folder. SQL statements read only registered tables, never files, and never contain column names or
-values from the data."""
+values from the data.
+"""
 
 from __future__ import annotations
 

@@ -194,7 +194,8 @@ def _visit_blocks(
 
     A hop goes to a random query of the label and from there to a random label of that query. The
     seeds are fixed, so the same data gives the same visits. No walk starts from a label whose row
-    of `label_LN` is empty."""
+    of `label_LN` is empty.
+    """
     num_labels = label_LN.shape[0]
     # includes labels from which no walk starts, but which walks may visit
     queries_L = csr_matrix(positive_NL.T)

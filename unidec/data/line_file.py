@@ -1,7 +1,8 @@
-"""Files to which lines are appended atomically, while other processes read them.
+"""Files to which lines are appended while other processes read them.
 
 A full disk or a kill may leave a partial line. The next append begins a new line, and readers skip
-the partial one with a warning."""
+the partial one with a warning.
+"""
 
 from __future__ import annotations
 

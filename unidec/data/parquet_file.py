@@ -1,7 +1,8 @@
 """Reads rows of Parquet files with little memory.
 
 A Parquet file can store a value once and repeat it in millions of rows, so the decoded size is
-checked while reading: dictionary-encoded texts are counted before they are copied into rows."""
+checked while reading: dictionary-encoded texts are counted before they are copied into rows.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def _batches(path: Path, stored: _Stored, wanted: Sequence[str]) -> Iterator[pa.
     """All rows; columns in `stored.dictionaries` are read as dictionary arrays.
 
     Arrow cannot read a list column this way if its dictionary ends within a batch: from that batch
-    on, nested columns are decoded, a few rows at a time."""
+    on, nested columns are decoded, a few rows at a time.
+    """
     import pyarrow.parquet as pq
 
     done = 0

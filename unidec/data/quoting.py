@@ -3,7 +3,8 @@ the texts.
 
 In .csv files quotes enclose fields. In .tsv files they do only if every field that begins with a
 quote ends with one in the same line; otherwise they are text. `raw.quotes` overrides this. An
-ambiguous file is refused."""
+ambiguous file is refused.
+"""
 
 from __future__ import annotations
 

@@ -272,7 +272,8 @@ def verify_once(path: str | os.PathLike[str], verify: bool = True) -> Iterator[b
     open(folder, needed)`.
 
     False if `verify` is False, or if this process has already checked the same files (by inode,
-    size and times of change), for example in an earlier training round."""
+    size and times of change), for example in an earlier training round.
+    """
     root = Path(os.path.abspath(path))
     now = time.time()
     names = _files(root) if verify else []

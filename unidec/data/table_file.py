@@ -2,7 +2,8 @@
 is read here.
 
 Files are streamed: only a block of rows is in memory. An error in a row is passed to a `Report`,
-which records it or raises."""
+which records it or raises.
+"""
 
 from __future__ import annotations
 

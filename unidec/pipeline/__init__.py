@@ -4,7 +4,8 @@ small dataclass or dictionary, which `plain` converts for JSON.
 The command line and the flows call these functions; neither they nor DVC handle tensors. Paths are
 relative to the working folder. A function's module is imported on first use, so that ingesting data
 does not import torch. No module of this package may have the same name as one of the functions,
-because importing it would replace the function."""
+because importing it would replace the function.
+"""
 
 import contextlib
 import importlib

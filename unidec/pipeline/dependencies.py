@@ -3,7 +3,8 @@ stages depend.
 
 For example, data/inputs/training.json has the values of all parameters that determine a training,
 including those of the recipe and defaults, and a hash of the code that determines it. So a stage is
-out of date only if one of these changes, and dvc.yaml lists neither parameters nor modules."""
+out of date only if one of these changes, and dvc.yaml lists neither parameters nor modules.
+"""
 
 from __future__ import annotations
 

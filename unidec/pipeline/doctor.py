@@ -2,7 +2,8 @@
 project's files.
 
 `dvc status` checks DVC's files, `pip check` the environment. Nothing is changed without `fix`,
-which applies only repairs that cannot lose data."""
+which applies only repairs that cannot lose data.
+"""
 
 from __future__ import annotations
 

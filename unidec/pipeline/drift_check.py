@@ -190,17 +190,17 @@ def drift(
     second: str | os.PathLike[str],
     column: str | None = None,
 ) -> DataDrift:
-    """Compare a later version of the data, or a file of queries, with an earlier version; writes
-    below runs/drift.
+    """Compare a later version of the data, or a file of queries, with an earlier version; writes to
+    a folder in runs/drift.
 
     Args:
-        first: a data set's folder, or a bundle (folder or models:/ address), which means its
+        first: a data set's folder, or a bundle (folder or models:/ address), that is: its
         training data.
         second: a data set's folder, or a file of queries, whose texts are in `column` (default:
         "query" or "text").
 
     Raises:
-        DataError, ArtifactError: `first` or `second` cannot be read, or is none of these.
+        DataError, ArtifactError: `first` or `second` cannot be read, or is of another kind.
     """
     source = os.fspath(first)
     later = Path(second)

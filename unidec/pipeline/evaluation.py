@@ -1,6 +1,6 @@
 """Stage `evaluate`: measure the bundle on the test split; metrics, plots, predictions, report.
 
-Legend: n queries of the split, K places.
+Legend: n queries of the split, K predictions per query.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Stages `gate` (may the challenger replace the champion? every check is recorded, passed or not)
 and `promote`.
 
-Both bundles are fetched from the registry, their hashes are checked, each is served in a fresh
-process, and both rank the current test split from its texts by the same code, each with its own
-tokenizer. Queries that one of them was trained on are left out. Labels are matched by uid.
+Both bundles are fetched from the registry and their hashes checked. Each is served in a fresh
+process, and both rank the texts of the current test split by the same code, each with its own
+tokenizer. Queries that either was trained on are left out. Labels are matched by uid.
 
-Legend: N test queries that neither has seen, K places, B labels of a bundle.
+Legend: N test queries that neither has seen, K results per query, B labels of a bundle.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 ingested data set and the marks.
 
 A mark *relevant* becomes a pair, a mark *not relevant* a filter pair. Splits do not change: marks
-on held-out queries are not used, and new queries become training queries."""
+on held-out queries are not used, and new queries become training queries.
+"""
 
 from __future__ import annotations
 

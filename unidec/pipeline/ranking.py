@@ -338,7 +338,8 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
     with the best classifier weight without votes; of equally good weights the smaller is taken. The
     same grid serves normalised and raw classifier scores: raw ones are training logits times tau,
     of the same magnitude as cosines. If the split has more than `TUNING_QUERIES` queries, evenly
-    spaced ones are used, fewer than twice that number."""
+    spaced ones are used, fewer than twice that number.
+    """
     index = params.index
     objective = index.objective
     tried: dict[tuple[float, float], dict[str, float]] = {}

@@ -3,7 +3,8 @@ opened when it begins.
 
 The choice is written to data/start.json, a dependency of DVC's stage `train`. This small file is in
 git, the model in the registry. Reproducing the stage, even years later, starts from the same model,
-which is identified by its hash."""
+which is identified by its hash.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ class WarmStart(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenStart:
-    """The start of the next training, with the reason for the choice; other fields are those of a
+    """The start of the next training, with the reason for the choice; other fields as in
     `WarmStart`.
     """
 
@@ -139,7 +140,8 @@ def run_identity(params: Params) -> dict[str, str]:
     determines its result.
 
     Parameters that do not affect the trained model (`device`, `run`, `tracking`, `index`) are not
-    part of it."""
+    part of it.
+    """
     start = read_start()
     return identity.run_identity(
         effective(params).model_dump(),

@@ -56,9 +56,9 @@ def open_teacher(params: Params) -> TeacherVectors | WordTargets | None:
     """The teacher, memory-mapped; None if there is none.
 
     Raises:
-        ArtifactError: there is no bundle, or a damaged one.
-        ConfigError: its labels are not those of the data set, or there are too few training queries
-            to learn how words rank.
+        ArtifactError: the teacher's bundle is missing or damaged.
+        ConfigError: the bundle's labels differ from those of the data set, or there are too few
+            training queries to train the word network.
     """
     if params.teacher.words:
         return _word_targets(params)

@@ -77,7 +77,8 @@ def open_trainer(
     """The run's trainer, at its newest checkpoint.
 
     On each machine, one process verifies the artifacts. Workers of `launch` do not, because the
-    launching process has done so."""
+    launching process has done so.
+    """
     verify = ranks.is_first_here and LAUNCHER not in os.environ
     return Trainer(
         params.training,

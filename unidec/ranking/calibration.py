@@ -5,7 +5,8 @@ Legend: N queries, K results, B bins of neighbouring scores.
 Scores are divided into bins with about equally many relevant labels. Isotonic regression merges
 bins until the share of relevant labels does not decrease with the score (Zadrozny and Elkan 2002).
 Between the mean scores of adjacent bins, the probability is interpolated (centred isotonic
-regression, Oron and Flournoy 2017)."""
+regression, Oron and Flournoy 2017).
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 Since version 1.15, faiss itself checks that lengths, levels and links in a file are consistent, and
 limits its allocations. This module checks the rest after reading: kind and size of the index, that
 links at upper levels of a graph lead to nodes of the same level, that each label is in exactly one
-list, and that all numbers are finite."""
+list, and that all numbers are finite.
+"""
 
 from __future__ import annotations
 

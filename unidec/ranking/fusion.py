@@ -15,7 +15,8 @@ the decoupled softmax over each query's candidates (`fusion_fit.py`).
 
 Source: NGAME (section 3, "score fusion") learns to combine the scores of an encoder and a
 classifier, with decision trees over labels. Here one network serves all labels, and also uses
-votes, words and label frequencies."""
+votes, words and label frequencies.
+"""
 
 from __future__ import annotations
 

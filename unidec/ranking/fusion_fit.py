@@ -26,7 +26,7 @@ from unidec.ranking.heads import PairScores
 from unidec.ranking.sparse import Floats, Rows
 from unidec.ranking.word_scores import WordScorer
 
-# hidden units of each fold's network; measured: benchmarks/results/fusion.md
+# folds, and hidden units of each fold's network; measured: benchmarks/results/fusion.md
 FOLDS = 4
 HIDDEN = 32
 BATCH = 128

@@ -14,7 +14,8 @@ where clf(x, l) is cos(Phi_C(x), Psi_l) with `clf_normalize` (UniDEC, section "I
 `[Phi_D(z_l); normalize(Psi_l)]` against `[Phi_D(x); normalize(Phi_C(x))]`, clf_weight 1), else
 Phi_C(x) . Psi_l + bias_l. The bias is an additional dimension, in which every query has the value
 1; a cosine has no bias. The dual encoder returns vectors of unit length; with `model.normalize:
-false` it does not, and their inner product takes the place of the cosine."""
+false` it does not, and their inner product takes the place of the cosine.
+"""
 
 from __future__ import annotations
 

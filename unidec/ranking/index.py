@@ -48,7 +48,7 @@ _TRAINING_ROWS = 1 << 16  # rows that train a quantiser; more rows hardly change
 _ROWS_A_LIST = 40  # training rows per list; faiss asks for 39
 _ROUNDS = 10  # k-means iterations; faiss's default of 25 takes longer and gives the same recall
 _CODES = 16  # values of a 4-bit code
-_FIRST_MORE = 32  # labels that are searched beyond k if labels are excluded
+_FIRST_MORE = 32  # additional labels searched at first if labels are excluded
 
 
 @contextlib.contextmanager

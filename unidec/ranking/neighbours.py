@@ -1,4 +1,4 @@
-"""Votes of similar training queries: a third score beside the scores of the two heads.
+"""Votes of similar training queries: a third score besides those of the two heads.
 
 Legend: M training queries, B queries, N nearest training queries of a query, L labels, D width of a
 head (or number of words), T votes of all queries, E labels of those votes.
@@ -19,7 +19,8 @@ labels with `COMPANION` times the share of its label's training queries that als
 Sources: local learning (Bottou and Vapnik 1992) with the dual form of ridge regression (Saunders et
 al. 1998); the distance-weighted vote of nearest neighbours (Dudani 1976); interpolation of a model
 with its nearest training examples, softmax over their similarities (Khandelwal et al. 2020, kNN-LM,
-section 2)."""
+section 2).
+"""
 
 from __future__ import annotations
 
@@ -172,7 +173,7 @@ class Neighbours:
 
     @cached_property
     def by_first_words(self) -> Neighbours | None:
-        """The same queries, compared by their first words; None if those are not stored."""
+        """The same queries, compared by their first words; None if first words are not stored."""
         if self.words is None or not self.words.head or self.part:
             return None
         return Neighbours(

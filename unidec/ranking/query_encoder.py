@@ -94,7 +94,7 @@ class ModelEncoder:
 
 
 class FastEncoder:
-    """Encodes queries without torch; arguments and errors are those of `open_encoder`.
+    """Encodes queries without torch; arguments and errors as for `open_encoder`.
 
     Attributes:
         name: "onnx", "onnx-int8", or "bag" for a model without a transformer.

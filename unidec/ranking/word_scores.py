@@ -128,8 +128,8 @@ class WordScores:
         count_L: training queries of each label, float32 [L].
         num_words_B: known words of each query, int64 [B].
         left_out_labels: 1 for the labels of left-out queries; None if no queries are left out.
-        by_first_words: the same scores by only the first words; None if those are not stored or not
-        requested.
+        by_first_words: the same scores from the first words alone; None if the first words are not
+        stored, or not requested.
     """
 
     votes: PairScores

@@ -63,7 +63,7 @@ class Source:
         queries_at: by split, the file of its queries and the `Lines` of its rows.
         labels_at: the file of the labels and the `Lines` of its rows.
         scratch: folder for temporary files; None: the system's.
-        fix: what to do about errors.
+        fix: general advice that ends the error message.
     """
 
     fix = "correct or remove these lines; nothing was written"

@@ -1,7 +1,8 @@
 """Finds the files of a layout in a folder, and refuses forms of a file that cannot be read.
 
 These are dangling links, pipes and folders, tables in several part files or compressed with a
-method other than gzip, and two files for one table."""
+method other than gzip, and two files for one table.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 text or npz.
 
 In files with one text per line, the line is the title, the row number is the uid, and the content
-is empty."""
+is empty.
+"""
 
 from __future__ import annotations
 
