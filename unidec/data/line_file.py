@@ -63,8 +63,8 @@ def readable_rows(
     check: Callable[[list[str]], object] = lambda _names: None,
     bounds: RawBounds = DEFAULT_BOUNDS,
 ) -> list[tuple[int, dict[str, Any]]]:
-    """All rows of a table file, as by `read_rows`, except that lines of a .jsonl file that are not
-    JSON objects because they were cut off are skipped with a warning.
+    """All rows of a table file, as by `read_rows`. Lines of a .jsonl file that are not JSON objects
+    because they were cut off are skipped with a warning.
 
     Raises:
         DataError: as for `read_rows`, or no line can be read.

@@ -72,8 +72,8 @@ def read_parquet(
 def _batches(path: Path, stored: _Stored, wanted: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """All rows; columns in `stored.dictionaries` are read as dictionary arrays.
 
-    Arrow cannot read a list column this way if its dictionary ends within a batch: from that batch
-    on, nested columns are decoded, a few rows at a time.
+    Arrow cannot read a list column this way if its dictionary ends within a batch: from there on,
+    nested columns are decoded, a few rows at a time.
     """
     import pyarrow.parquet as pq
 

@@ -42,7 +42,7 @@ class Mark:
 
 @dataclass
 class FromFeedback:
-    """How the marks were used, mostly as counts.
+    """How the marks were used.
 
     Attributes:
         marks: latest judgements, one for each query and label; `repeated`: earlier judgements that

@@ -353,7 +353,7 @@ def plan_memory(
 
     Args:
         params: all parameters.
-        sizes: sizes of the data; None: those of the ingested data set.
+        sizes: None: those of the ingested data set.
         free: free bytes by place, instead of measured ones. With "device", the memory of another
             machine's GPU, nothing is measured on this machine.
         training_only: omit the index, which can be built on another machine.
@@ -396,9 +396,7 @@ def plan_memory(
 
 
 def _of_all_ranks(amount: Amount, ranks: int, gpu: bool) -> Amount:
-    """Scale an amount of one rank to all ranks, which run on one machine: each on a GPU of its own,
-    or all on the CPU.
-    """
+    """The amount for all ranks of a machine: each has a separate GPU, or all share the CPU."""
     if amount.place == "disk" or (amount.place == "device" and gpu):
         return amount
     return replace(amount, place="host", num_bytes=amount.num_bytes * ranks)

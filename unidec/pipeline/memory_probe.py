@@ -277,8 +277,7 @@ class _Step:
 
     Attributes:
         heads: bytes of everything but the transformer. num_labels: number of labels in a pool.
-        tokens: maximum number of tokens, padding included, whose activations the transformer keeps
-            at the same time.
+        tokens: most tokens, with padding, whose activations the transformer keeps at a time.
         chunk: shape of the most expensive chunk: [C, T], or [F] for packed texts.
     """
 

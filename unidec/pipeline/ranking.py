@@ -286,7 +286,7 @@ def _word_neighbours(
     facts: tuple[Any, Any, Any],
     word_head: int = 0,
 ) -> Neighbours:
-    """Neighbours that are compared by words.
+    """Neighbours compared by words.
 
     Args:
         tokens: of the queries, and of all labels. rows: rows of the neighbours among the queries.
@@ -337,8 +337,8 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
     The two weights are tuned in turn until neither changes, at most `MAX_TURNS` times, starting
     with the best classifier weight without votes; of equally good weights the smaller is taken. The
     same grid serves normalised and raw classifier scores: raw ones are training logits times tau,
-    of the same magnitude as cosines. If the split has more than `TUNING_QUERIES` queries, evenly
-    spaced ones are used, fewer than twice that number.
+    of the same magnitude as cosines. Of a large split, evenly spaced queries are used
+    (`TUNING_QUERIES`).
     """
     index = params.index
     objective = index.objective

@@ -151,7 +151,7 @@ def leak_in_words(found: Seen | None, dataset: XMCDataset) -> tuple[str, int]:
 
 
 def _of_dataset(dataset: XMCDataset, text: Text) -> Seen:
-    """All queries except the test split's, as if a model had seen them."""
+    """All queries outside the test split, as seen queries."""
     hash_N, length_N = text_facts(dataset, "queries", text)
     is_seen_N = (np.asarray(dataset.split_N) != SPLITS.index("test")) & (length_N > 0)
     return Seen(np.unique(hash_N[is_seen_N]), text)

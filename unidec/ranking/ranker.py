@@ -83,8 +83,7 @@ class Voting:
 
 class Ranker:
     """Ranks labels for encoded queries. Thread-safe. Used by serving, file prediction, tuning,
-    evaluation and the data profile. No method takes or returns scores of all labels, so the cost is
-    that of the index, the votes and the fusion.
+    evaluation and the data profile. No method takes or returns scores of all labels.
 
     Args:
         heads: the labels' vectors, and how they score.

@@ -87,7 +87,7 @@ def _parts(path: Path) -> Iterator[Path]:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """The files of a folder, sorted, without hidden ones (names that begin with "." or "_")."""
+    """The files of a folder, sorted, without those whose names begin with "." or "_"."""
     files = sorted(file for file in folder.iterdir() if file.is_file())
     return [file for file in files if not file.name.startswith((".", "_"))]
 

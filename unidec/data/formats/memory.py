@@ -51,7 +51,7 @@ class PairMatrix:
     """Pairs as a matrix [queries, labels], whose rows and columns are in the order of the tables.
 
     Attributes:
-        at: name for error messages, and the `Lines` of the pairs (the matrix row of each).
+        at: name and `Lines` of the pairs, whose line numbers are their matrix rows.
         matrix: all stored entries; explicit zeros are not pairs.
         columns: empty, for the protocol `GivenPairs`.
     """
