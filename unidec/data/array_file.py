@@ -1,5 +1,5 @@
-"""Writes `.npy` files in pieces, byte for byte like `np.save`, and reads and checks sparse matrices
-in such files.
+"""Writes `.npy` files in pieces, byte for byte like `np.save`; reads and checks sparse matrices
+stored in such files.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from unidec.errors import ArtifactError
 def growing_array(
     path: str | os.PathLike[str], dtype: npt.DTypeLike
 ) -> Iterator[Callable[[npt.NDArray[Any]], None]]:
-    """Write a one-dimensional array: `with growing_array(path, np.int32) as add: add(piece)`;
-    pieces are cast.
+    """Write a one-dimensional array in pieces, which are cast to `dtype`: `with growing_array(path,
+    np.int32) as add: add(piece)`.
     """
     size = 0
 
     def write_header() -> None:
-        """Write the header, which numpy pads so that it can be overwritten with a larger size."""
+        """Write the header. numpy pads it, so that a larger size can overwrite it later."""
         header = {
             "descr": np.lib.format.dtype_to_descr(np.dtype(dtype)),
             "fortran_order": False,
@@ -55,9 +55,9 @@ def load_csr(
     `{prefix}data.npy`.
 
     Args:
-        dtype: of the values; bool: there is no data.npy, and all values are True.
-        check: also check every index, which reads the whole arrays; False: check their lengths
-        only.
+        dtype: dtype of the values; bool: there is no data.npy, and all values are True.
+        check: also check every index, which reads the whole arrays; False: check only their
+        lengths.
 
     Raises:
         ArtifactError: an unreadable array, or arrays that do not match each other or the shape.
@@ -85,8 +85,8 @@ def load_csr(
 
 
 def write_csr(folder: Path, prefix: str, blocks: Iterable[csr_matrix], dtype: Any) -> int:
-    """Write a CSR matrix, as `load_csr` reads it, from blocks of its rows, whose indices become
-    sorted; returns the number of its entries.
+    """Write a CSR matrix for `load_csr` from blocks of its rows, whose indices are sorted in place;
+    returns the number of stored entries.
     """
     with contextlib.ExitStack() as files:
 
@@ -110,8 +110,8 @@ def write_csr(folder: Path, prefix: str, blocks: Iterable[csr_matrix], dtype: An
 def row_blocks(
     indptr: np.ndarray, most: int = 1 << 20, most_rows: int = 1 << 18
 ) -> Iterator[tuple[int, int]]:
-    """First and last row (exclusive) of blocks that cover all rows of a CSR matrix, each with at
-    most `most` entries (a single row may have more); at least one block.
+    """First and last row (exclusive) of consecutive blocks of a CSR matrix, each with at most
+    `most` entries (a single row may have more) and `most_rows` rows; at least one block.
     """
     start = 0
     last = len(indptr) - 1

@@ -1,4 +1,4 @@
-"""Which texts are padded together.
+"""Divides texts into chunks; the texts of a chunk are padded to the same length.
 
 Shape legend: B texts.
 """
@@ -13,24 +13,24 @@ from numpy.typing import NDArray
 CHUNK_TEXTS = 256
 """Number of texts that are padded together in training."""
 GPU_CHUNK_TOKENS = CHUNK_TEXTS * 32
-"""On a GPU more short texts are padded together, up to this number of tokens with padding:
+"""On a GPU, chunks of short texts may have up to this number of tokens, padding included:
 otherwise the GPU waits for the host to launch kernels. Measured: benchmarks/results/gpu.md.
 """
 
 LONG = 512
-"""If a batch has texts of more tokens, its chunks are bounded by their padding and by the attention
-of `CHUNK_TEXTS` texts of this length: it grows with the square of the length.
+"""If a batch has texts of more tokens, its chunks are bounded by their padding and by the cost of
+attention over `CHUNK_TEXTS` texts of this length, which is quadratic in the length.
 """
 
 
 def length_chunks(
     lengths_B: NDArray[np.int64], size: int = CHUNK_TEXTS, tokens: int = 0
 ) -> Iterator[NDArray[np.int64]]:
-    """Indices of the texts, sorted by length, in chunks of at most `size`: so padding is short.
+    """Indices of the texts in chunks of at most `size`, sorted by length to keep padding short.
 
     Args:
-        tokens: a chunk of more than `size` texts is allowed if it has at most this number of tokens
-            with padding. Chunks of long texts are smaller (`LONG`).
+        tokens: a chunk may have more than `size` texts if it has at most this number of tokens,
+            padding included. Chunks of long texts are smaller (`LONG`).
     """
     order_B = np.argsort(lengths_B, kind="stable")
     start = 0
@@ -38,7 +38,7 @@ def length_chunks(
     while start < len(order_B):
         count = size
         if tokens:
-            # tokens of the chunk up to each text
+            # padded tokens of a chunk that ends with each text
             left_B = sorted_B[start:]
             padded_B = np.arange(1, len(left_B) + 1) * left_B
             count = max(size, int(np.searchsorted(padded_B, tokens, side="right")))
@@ -49,8 +49,8 @@ def length_chunks(
 
 
 def _without_much_padding(lengths_B: NDArray[np.int64]) -> int:
-    """How many of these texts, shortest first, are padded together: padding takes at most as many
-    tokens as the texts, beyond `GPU_CHUNK_TOKENS`.
+    """How many of these texts, sorted by length, form a chunk: its padding may exceed the number of
+    its tokens by at most `GPU_CHUNK_TOKENS`, and its attention is bounded (`LONG`).
     """
     num_B = np.arange(1, len(lengths_B) + 1)
     padded_B = num_B * lengths_B
@@ -60,7 +60,7 @@ def _without_much_padding(lengths_B: NDArray[np.int64]) -> int:
 
 
 def attention_work(shape: tuple[int, ...]) -> int:
-    """Orders chunks [C, T], or packed ones [F], by their tokens; of long texts that are padded,
-    attention's pairs of tokens decide.
+    """Sort key for the work of chunks of shape [C, T], or [F] if packed: the number of tokens, and
+    for padded texts longer than `LONG` the number of token pairs in attention.
     """
     return int(np.prod(shape)) * max((LONG, *shape[1:]))

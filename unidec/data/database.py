@@ -1,8 +1,9 @@
-"""Tables that are joined, sorted and grouped without being held in memory: DuckDB, on all cores.
+"""Joins, sorts and groups tables that may be larger than memory, with DuckDB on all cores.
 
-A database of this module is private to one `with` block. What does not fit its memory is in files
-of a temporary folder. SQL reads tables that were given to it, and no file: names of columns and
-values never become part of a statement."""
+Each database is private to one `with` block. Data beyond its memory limit spills to a temporary
+folder. SQL statements read only registered tables, never files, and never contain column names or
+values from the data.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ from unidec.data.spool import BLOCK_ROWS, Numbers
 from unidec.data.temporary import remove, remove_stale, temporary_path
 
 Database = duckdb.DuckDBPyConnection
-MEMORY_MIB = 512  # for two threads; more threads get as much each
+MEMORY_MIB = 512  # for one or two threads; each further thread adds half of it
 _NAME = "tables"
 
 
 @contextlib.contextmanager
 def database(folder: Path | None = None) -> Iterator[Database]:
-    """An empty database, whose temporary files are in a folder in `folder` (None: in the system's
-    folder for temporary files) until the block ends.
+    """An empty database. Its temporary files are in a subfolder of `folder` (None: of the system's
+    folder for temporary files), which is removed when the block ends.
 
     Raises:
         OSError: there is no space for the temporary files.
@@ -62,8 +63,8 @@ def database(folder: Path | None = None) -> Iterator[Database]:
 
 
 def fill(tables: Database, statements: str, blocks: Iterator[pa.Table]) -> None:
-    """Run statements, of which the first reads the rows of `blocks` as a table `given`. There is at
-    least one block, which may be empty.
+    """Run statements; the first one reads the rows of `blocks` as the table `given`. There must be
+    at least one block, which may be empty.
     """
     first = next(blocks)
     batches = (block.to_batches() for block in itertools.chain([first], blocks))
@@ -89,7 +90,7 @@ def ordered(tables: Database, select: str) -> Iterator[pa.RecordBatch]:
 def first_rows(
     texts: Iterable[pa.Array], known: Iterable[pa.Array], folder: Path | None = None
 ) -> np.ndarray:
-    """For each text the first row of the same text in `known`, int64; -1 if there is none."""
+    """For each text, the first row in `known` with the same text, int64; -1 if there is none."""
     numbers = Numbers(np.int64, folder)
     with database(folder) as tables:
         first = "CREATE TABLE known AS SELECT text, min(row) AS first FROM given GROUP BY text"
@@ -103,7 +104,7 @@ def first_rows(
 
 
 def _numbered(texts: Iterable[pa.Array]) -> Iterator[pa.Table]:
-    """Texts as bytes, with their rows."""
+    """Tables of row numbers and texts; the texts as bytes."""
     row = 0
     for block in itertools.chain(texts, [pa.array([], pa.large_string())]):
         rows = np.arange(row, row + len(block))

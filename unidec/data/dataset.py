@@ -116,7 +116,7 @@ class XMCDataset:
         return _take(self.queries, rows)["uid"].to_pylist()
 
     def query_columns(self, rows: Rows = None) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
-        """`query_uids` and `query_texts` as Arrow has them, without a Python object for each."""
+        """`query_uids` and `query_texts` as Arrow arrays, without a Python object per text."""
         table = _take(self.queries, rows)
         return table["uid"], texts_read(table, "title")
 
@@ -196,7 +196,7 @@ def write_dataset(
 
 
 def _row_blocks(matrices: Sequence[csr_matrix]) -> Iterator[csr_matrix]:
-    """The rows of matrices that lie one below the other."""
+    """Blocks of rows of the vertically stacked matrices."""
     for matrix in matrices:
         for start, end in row_blocks(matrix.indptr):
             yield csr_matrix(matrix[start:end])
@@ -236,7 +236,7 @@ def _take(table: pa.Table, rows: Rows) -> pa.Table:
 
 
 def texts_read(table: pa.Table, text: Text) -> pa.ChunkedArray:
-    """What a model reads of texts with title and content."""
+    """The texts that a model reads: titles, or titles with contents (see `query_texts`)."""
     title = table["title"]
     content = table["content"]
     if text == "title":

@@ -1,4 +1,4 @@
-"""Locks of files, which the system releases with their process."""
+"""File locks, which the operating system releases when their process ends."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from unidec.errors import ArtifactError
 
 @contextlib.contextmanager
 def lock_file(path: Path, timeout: float = -1) -> Iterator[None]:
-    """Hold a lock file, in a folder that is created. The system releases it with its process.
+    """Hold a lock on a file, whose folder is created if necessary. The operating system releases
+    the lock when the process ends.
 
     Args:
-        timeout: seconds to wait for another process; below 0: without limit.
+        timeout: seconds to wait for another process; below 0: no limit.
 
     Raises:
         ArtifactError: the file cannot be written, or its file system has no locks.
@@ -31,7 +32,7 @@ def lock_file(path: Path, timeout: float = -1) -> Iterator[None]:
         raise
     except OSError as error:
         raise storage_error(path, error) from error
-    except NotImplementedError as error:  # of filelock
+    except NotImplementedError as error:  # raised by filelock
         raise ArtifactError(
             "the file system has no locks",
             where=path,

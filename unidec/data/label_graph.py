@@ -1,9 +1,8 @@
 """The label graph: soft targets for label texts that serve as extra training queries (Gandalf).
 
 Source: thesis, chapter 1: `G = Y^T Y`, `y_ij = G_ij / G_jj` with label j's text as a query, values
-up to delta set to
-0; variants of sections 1.3 (one-hot targets, GLaS) and 1.5 (random walks: ECLARE, Mittal et al.
-2021; number of hops and restart probability are our choice).
+up to delta set to 0; variants of sections 1.3 (one-hot targets, GLaS) and 1.5 (random walks:
+ECLARE, Mittal et al. 2021; number of hops and restart probability are our choice).
 
 Shape legend: N training queries, L labels, J labels of one block, H hops, Q entries of a sparse
 block.
@@ -30,7 +29,7 @@ VERSION = 1
 
 # co-occurrences counted in one block, which limits its memory to about 40 MB
 _PAIRS_AT_ONCE = 1 << 20
-# maximum labels of one block, since labels without queries need memory, too
+# maximum number of labels in one block, since labels without queries need memory, too
 _LABELS_AT_ONCE = 1 << 20
 _SEED = 1707  # of the random choice of labels
 _HOPS = 400  # length of each label's walk
@@ -53,8 +52,8 @@ def target_blocks(
     """Soft targets of all label texts in blocks of rows, in the order of the labels: float32 CSR
     [J, L], sorted.
 
-    Row j holds the targets of label j's text that are above the threshold (equation 1.6), and its
-    own. By kind, entry (j, i) is
+    Row j holds the targets of label j's text: those above the threshold (equation 1.6), and label j
+    itself. Entry (j, i) depends on the kind:
 
     - "cooccurrence": the share of label j's queries that also have label i, P(i | j) (Gandalf,
       equation 1.6);
@@ -63,7 +62,7 @@ def target_blocks(
       (section 1.3.2);
     - "self": 1 for the label itself and 0 otherwise (Z' of table 1.2).
 
-    A label's own target is 1 (for "glas" sigmoid(1), from its formula), also if it has no training
+    Entry (j, j) is 1 (for "glas" sigmoid(1), by its formula), even if label j has no training
     query. No L x L matrix is held in memory: only a block and two copies of the pairs' columns
     (three with a share below 1 or random walks).
 
@@ -91,7 +90,7 @@ def target_blocks(
             graph_JL.eliminate_zeros()
             is_alone_J = (count_L[start:stop] == 0) | (kind == "self")
             alone = np.flatnonzero(chosen_L[start:stop] & is_alone_J)
-            if len(alone):  # a label whose row is empty has itself as its only target
+            if len(alone):  # the only target of a label with an empty row is the label itself
                 entries = (np.ones(len(alone), np.float32), (alone, start + alone))
                 graph_JL = csr_matrix(graph_JL + csr_matrix(entries, shape=graph_JL.shape))
             if kind == "glas":
@@ -190,12 +189,13 @@ def load_label_graph(path: str | os.PathLike[str], verify: bool = True) -> csr_m
 def _visit_blocks(
     label_LN: csr_matrix, positive_NL: csr_matrix
 ) -> Iterator[tuple[int, csr_matrix]]:
-    """How often a walk from each label visits each label: blocks (first label, int64 CSR [J, L]),
-    rows sorted.
+    """Number of visits to each label by a random walk from each label: blocks (first label, int64
+    CSR [J, L]), rows sorted.
 
     A hop goes to a random query of the label and from there to a random label of that query. The
-    seeds are fixed, so the same data gives the same visits. There is no walk from a label whose row
-    of `label_LN` is empty."""
+    seeds are fixed, so the same data gives the same visits. No walk starts from a label whose row
+    of `label_LN` is empty.
+    """
     num_labels = label_LN.shape[0]
     # includes labels from which no walk starts, but which walks may visit
     queries_L = csr_matrix(positive_NL.T)
@@ -203,7 +203,7 @@ def _visit_blocks(
         stop = min(start + _WALKS_AT_ONCE, num_labels)
         generator = np.random.default_rng([_WALK_SEED, number])
         walking_J = np.flatnonzero(np.diff(label_LN.indptr[start : stop + 1]))
-        # random numbers are drawn for all labels of a block; the walks use those at their rows
+        # random numbers are drawn for every label of a block, also for those without a walk
         draws = (generator.random((3, stop - start))[:, walking_J] for _ in range(_HOPS))
         visited_HJ = _walk(queries_L, positive_NL, start + walking_J, draws)
         key, count = np.unique(walking_J * num_labels + visited_HJ, return_counts=True)
@@ -214,8 +214,8 @@ def _visit_blocks(
 def _walk(
     queries_L: csr_matrix, labels_N: csr_matrix, start_J: np.ndarray, draws: Iterable[np.ndarray]
 ) -> np.ndarray:
-    """Labels visited by the walks from `start_J` at each hop, int64 [H, J]; `draws` holds three
-    random numbers of each walk for each hop.
+    """Labels visited at each hop by the walks from `start_J`, int64 [H, J]; `draws` yields, for
+    each hop, three random numbers per walk.
     """
     visited = []
     current_J = start_J

@@ -1,7 +1,8 @@
-"""Files to which lines are appended while others read them: a line is whole, or it is not there.
+"""Files to which lines are appended while other processes read them.
 
-A disk that is full, or a kill, may leave a part of a line. The next line begins on a line of its
-own, and readers skip the part and name it."""
+A full disk or a kill may leave a partial line. The next append begins a new line, and readers skip
+the partial one with a warning.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ log = logging.getLogger(__name__)
 
 
 def append_line(path: str | os.PathLike[str], line: bytes, max_bytes: int) -> bool:
-    """Append a line that ends in a line feed, durably; several processes may do so. A new file is
-    only its owner's.
+    """Append a line that ends in a line feed, durably; several processes may append. A new file is
+    accessible only to its owner.
 
     Returns:
         False: the file would exceed `max_bytes`, and is unchanged.
 
     Raises:
-        OSError: it was not appended; the file is as before.
+        OSError: the line was not appended; the file is unchanged.
     """
     file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
     try:
@@ -46,7 +47,7 @@ def append_line(path: str | os.PathLike[str], line: bytes, max_bytes: int) -> bo
 
 
 def _write_whole(file: int, data: bytes, size: int) -> None:
-    """Write all of it, or cut the file back to its size."""
+    """Write all of `data`, or truncate the file to its former `size` and raise OSError."""
     try:
         if os.write(file, data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -62,11 +63,11 @@ def readable_rows(
     check: Callable[[list[str]], object] = lambda _names: None,
     bounds: RawBounds = DEFAULT_BOUNDS,
 ) -> list[tuple[int, dict[str, Any]]]:
-    """All rows of a table file, as `read_rows`. Lines of a .jsonl file that were cut off, so that
-    they are no JSON object, are skipped with a warning.
+    """All rows of a table file, as by `read_rows`. Lines of a .jsonl file that are not JSON objects
+    because they were cut off are skipped with a warning.
 
     Raises:
-        DataError: as `read_rows`; no line can be read.
+        DataError: as for `read_rows`, or no line can be read.
     """
     raise_at = refuse(path)
     skipped: dict[int, DataError] = {}

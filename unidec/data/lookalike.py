@@ -1,6 +1,4 @@
-"""Ids and column names that are not equal but look alike: how they differ, in words, and how to
-correct it.
-"""
+"""Finds ids and column names that look alike but differ; describes the difference and its fix."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ _AS_TEXT = (
     "column.astype('Int64').astype(str)"
 )
 _TRIM = "remove them: column.str.strip()"
-# control characters, and formats such as a byte order mark or a zero-width blank
+# control characters, and format characters such as a byte order mark or a zero-width space
 _INVISIBLE = "Cc", "Cf"
 
 
@@ -64,14 +62,14 @@ _STEPS: tuple[tuple[Callable[[str], str], str, str], ...] = (
 
 
 def canonical(text: str) -> str:
-    """The same text for all that look alike."""
+    """A canonical form, equal for all texts that look alike."""
     for step, _, _ in _STEPS:
         text = step(text)
     return text
 
 
 def difference(text: str, other: str) -> tuple[str, str]:
-    """How two texts with the same `canonical` differ, in words, and how to correct it."""
+    """How two texts with the same canonical form differ, in words, and how to correct it."""
     for step, what, fix in _STEPS:
         text = step(text)
         other = step(other)
@@ -81,9 +79,7 @@ def difference(text: str, other: str) -> tuple[str, str]:
 
 
 def visible(text: str, most: int = 40) -> str:
-    """A text in quotes, with escapes for characters that cannot be seen; cut to about `most`
-    characters.
-    """
+    """A text in quotes, with invisible characters escaped; cut to about `most` characters."""
     cut = text if len(text) <= most else f"{text[:most]}..."
     return f"'{''.join(map(_seen, cut))}'"
 
@@ -97,16 +93,16 @@ def _can_be_seen(char: str) -> bool:
 
 
 def plain(text: str) -> str:
-    """The text itself; as `visible` if a part of it cannot be seen."""
+    """The text itself, or `visible(text)` if it has invisible characters or outer white space."""
     is_plain = text == text.strip() and all(map(_can_be_seen, text))
     return text if is_plain else visible(text, len(text))
 
 
 class Known:
-    """Known texts, in which one that looks alike is found.
+    """Known texts, to look up one that looks like a given text.
 
     Attributes:
-        texts: one text by the canonical form of all.
+        texts: canonical form -> one of the texts with this form.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:

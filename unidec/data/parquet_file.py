@@ -1,8 +1,8 @@
-"""Reads rows of Parquet files in little memory.
+"""Reads rows of Parquet files with little memory.
 
-A Parquet file can hold a value once and repeat it in millions of rows, so its decoded size is
-counted while it is read: texts that are stored in a dictionary are counted before they are copied
-into rows."""
+A Parquet file can store a value once and repeat it in millions of rows, so the decoded size is
+checked while reading: dictionary-encoded texts are counted before they are copied into rows.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FEWEST_ROWS = 16
 # decoded bytes and rows that become Python objects at once
 _PIECE_BYTES = 16 << 20
 _PIECE_ROWS = 4096
-_VALUE_BYTES = 8  # a number, or the place of a text
+_VALUE_BYTES = 8  # a number, or the offset of a text
 _DICTIONARY = {"PLAIN", "RLE", "BIT_PACKED", "PLAIN_DICTIONARY", "RLE_DICTIONARY"}
 _PREFIXES = "DELTA_BYTE_ARRAY"  # each text is stored as its difference from the one before
 
@@ -36,7 +36,7 @@ def read_parquet(
     """Number (1-based) and cells of each row.
 
     Args:
-        columns: names of the only columns that are read, if they exist.
+        columns: names of the columns to read, as far as they exist; no others are read.
         check: called with the names of all columns.
 
     Raises:
@@ -70,10 +70,11 @@ def read_parquet(
 
 
 def _batches(path: Path, stored: _Stored, wanted: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """All rows, with the texts of `stored.dictionaries` as dictionaries.
+    """All rows; columns in `stored.dictionaries` are read as dictionary arrays.
 
-    Arrow cannot read a list as dictionaries where its dictionary ends within a batch; from there
-    on, few rows are read at once."""
+    Arrow cannot read a list column this way if its dictionary ends within a batch: from there on,
+    nested columns are decoded, a few rows at a time.
+    """
     import pyarrow.parquet as pq
 
     done = 0
@@ -97,12 +98,12 @@ def _batches(path: Path, stored: _Stored, wanted: Sequence[str]) -> Iterator[pa.
 
 @dataclass(frozen=True)
 class _Stored:
-    """How the wanted columns are stored.
+    """How the wanted columns are stored in a file.
 
     Attributes:
         values: number of values, at least one per row.
-        encoded: bytes of all columns, uncompressed but encoded.
-        batch_rows: rows that are decoded at once.
+        encoded: bytes of all columns, uncompressed but still encoded.
+        batch_rows: number of rows that are decoded at once.
         dictionaries: paths of the text columns that can be read as dictionaries.
     """
 
@@ -113,11 +114,11 @@ class _Stored:
 
     @classmethod
     def of(cls, metadata: Any, wanted: Sequence[str]) -> _Stored:
-        """The facts in a file's metadata."""
+        """From a file's metadata."""
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
         encoded = sum(group.total_byte_size for group in groups)
         values = 0
-        largest = 0  # column chunk whose texts are stored as differences
+        largest = 0  # bytes of the largest column chunk whose texts are stored as differences
         dictionaries = []
         for index in range(metadata.num_columns):
             column = metadata.schema.column(index)
@@ -139,9 +140,7 @@ class _Stored:
 
 
 def _check_no_bytes(path: Path, schema: pa.Schema, wanted: Sequence[str]) -> None:
-    """Raise a DataError if a wanted column holds bytes, as pandas writes them for
-    Python's bytes.
-    """
+    """Raise a DataError if a wanted column holds bytes, as pandas writes Python's `bytes`."""
     for name in wanted:
         kind = str(schema.field(name).type)
         if "binary" in kind:
@@ -155,7 +154,7 @@ def _check_no_bytes(path: Path, schema: pa.Schema, wanted: Sequence[str]) -> Non
 
 
 def _text_bytes(column: pa.Array) -> int:
-    """Bytes of all texts in a column, each as often as it occurs."""
+    """Total bytes of the texts in a column; repeated texts count each time."""
     kind = column.type
     if pa.types.is_dictionary(kind):
         return pc.sum(_sizes(column.dictionary).take(column.indices)).as_py() or 0
@@ -169,14 +168,14 @@ def _text_bytes(column: pa.Array) -> int:
 
 
 def _sizes(texts: pa.Array) -> pa.Array:
-    """Bytes of each text, int64; of other values, none."""
+    """Bytes of each text, int64; null for values of other types."""
     if pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type):
         return pc.cast(pc.binary_length(texts), pa.int64())
     return pa.nulls(len(texts), pa.int64())
 
 
 def _rows(batch: pa.RecordBatch, size: int) -> Iterator[dict[str, Any]]:
-    """Rows of a batch whose texts have `size` bytes, a piece at a time as Python objects."""
+    """Rows of a batch whose texts have `size` bytes, converted to Python objects in pieces."""
     row_bytes = max(size // max(batch.num_rows, 1), 1)
     rows = min(max(_PIECE_BYTES // row_bytes, 1), _PIECE_ROWS)
     for first in range(0, batch.num_rows, rows):
@@ -186,5 +185,5 @@ def _rows(batch: pa.RecordBatch, size: int) -> Iterator[dict[str, Any]]:
 
 
 def _plain(column: pa.Array) -> pa.Array:
-    """A column without a dictionary at its top level, which is faster to convert."""
+    """A column without dictionary encoding at the top level, which is faster to convert."""
     return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column

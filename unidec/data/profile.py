@@ -26,26 +26,26 @@ from unidec.data.tokens import encode_texts, load_tokenizer
 VERSION = 1
 PROFILE_KEY = "profile"
 """Key of the training profile in the model card in bundle.json."""
-SAMPLE = 100_000  # number of evenly spaced texts that are measured, enough for all statistics here
+SAMPLE = 100_000  # evenly spaced texts that are measured; enough for all statistics here
 BUCKETS = 256  # hash buckets of token ids
 # edges of length bins in characters, each 20% wider
 LENGTH_EDGES = (0, *sorted({round(1.2**i) for i in range(50)}))
 TOP_WORDS = 200
 # size of the vocabulary; rarer words always count as unseen, also in the reference
 MAX_WORDS = 100_000
-# of the Bloom filter: about 1 in 120 unseen words is taken for a known one
+# Bloom filter parameters, for a false positive rate of about 1 in 120
 BITS_A_WORD = 10
 PROBES = 7
 FIBONACCI = np.uint64(0x9E3779B97F4A7C15)  # 2^64 divided by the golden ratio
 
 Share = dict[str, float | int]
-"""{"share": from 0 to 1, "of": the number of which it is a share}."""
+"""{"share": from 0 to 1, "of": the denominator}."""
 
 
 def vocabulary_of(hash_W: np.ndarray) -> dict[str, Any]:
     """Bloom filter of the `MAX_WORDS` most frequent words, as JSON-serialisable values.
 
-    `is_known` recognises all of these words, and takes about 1% of the others for known ones.
+    `is_known` recognises all of these words, and accepts about 1% of the others.
 
     Args:
         hash_W: 64-bit hashes of all words, with repetitions.
@@ -61,7 +61,7 @@ def vocabulary_of(hash_W: np.ndarray) -> dict[str, Any]:
 
 
 def is_known(hash_W: np.ndarray, vocabulary: Mapping[str, Any]) -> np.ndarray:
-    """Whether each word (64-bit hash) is in a vocabulary of `vocabulary_of`, bool [W]."""
+    """Whether each word (64-bit hash) is in a vocabulary from `vocabulary_of`, bool [W]."""
     bits = np.frombuffer(base64.b64decode(vocabulary["bits"]), dtype=np.uint8)
     is_set = np.unpackbits(bits, bitorder="little").astype(bool)
     known = np.ones(len(hash_W), dtype=bool)
@@ -162,7 +162,7 @@ def text_hashes(array: pa.Array) -> np.ndarray:
 
 
 def share(part: Any, whole: Any) -> Share:
-    """The share of `part` in `whole`, with the whole; 0 if the whole is 0."""
+    """`part` as a share of `whole`, with the whole; 0 if the whole is 0."""
     return {"share": int(part) / int(whole) if whole else 0.0, "of": int(whole)}
 
 
@@ -224,7 +224,7 @@ def profile_dataset(
 
 
 def _repeats(hash_N: np.ndarray) -> np.ndarray:
-    """Whether a value occurred before, bool [N]."""
+    """Whether each value occurred earlier in the array, bool [N]."""
     from pandas import Series  # takes half a second to import
 
     return Series(hash_N).duplicated().to_numpy()
@@ -254,8 +254,8 @@ def _shares(dataset: XMCDataset, rows: dict[str, np.ndarray], text: Text) -> dic
 def tested_in_training(
     dataset: XMCDataset, hash_N: np.ndarray, length_N: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Test queries that are counted, those with a text, and which of these have a training query's
-    text: bool [N] both.
+    """Two masks, bool [N]: test queries with a text, and those of them whose text is also the text
+    of a training query.
 
     Args:
         hash_N, length_N: `text_facts` of the queries.

@@ -21,7 +21,7 @@ from unidec.errors import ArtifactError, DataError
 KIND = "propensity"
 VERSION = 1
 
-# training queries of a label
+# bounds of the frequency groups, in training queries of a label
 _TORSO_FROM = 10
 _HEAD_ABOVE = 100
 _ROWS_AT_ONCE = 1 << 18  # rows whose pairs are copied at once
@@ -63,8 +63,8 @@ def inverse_propensity(
     Raises:
         DataError: a negative count, A <= 0 or B < 0.
 
-    Source: Jain, Prabhu and Varma 2016, equation 2, as the extreme classification repository uses
-    it.
+    Source: Jain, Prabhu and Varma 2016, equation 2, as used by the extreme classification
+    repository.
     """
     count_L = np.asarray(label_counts_L, dtype=np.float64)
     if not (count_L >= 0).all() or not a > 0 or not b >= 0:
@@ -88,8 +88,8 @@ def frequency_group(label_counts_L: Any) -> NDArray[np.int8]:
 
 
 def label_counts(relevance: Any, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Number of the given rows of a CSR matrix [N, L] in which each label has a relevance above 0,
-    int64 [L].
+    """For each label, the number of given rows of a CSR matrix [N, L] that have a value above 0 in
+    its column: int64 [L].
     """
     count_L = np.zeros(relevance.shape[1], dtype=np.int64)
     for start in range(0, len(rows), _ROWS_AT_ONCE):

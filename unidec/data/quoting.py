@@ -1,9 +1,10 @@
-"""Rows of .csv and .tsv files, and whether quotes in such a file enclose fields or are part of the
-texts.
+"""Reads the rows of .csv and .tsv files, and decides whether quotes enclose fields or are part of
+the texts.
 
 In .csv files quotes enclose fields. In .tsv files they do only if every field that begins with a
-quote ends with one in the same line; otherwise they are text. `raw.quotes` overrides this. A file
-that can be read in both ways is refused."""
+quote ends with one in the same line; otherwise they are text. `raw.quotes` overrides this. An
+ambiguous file is refused.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def read_cells(
     """Number of the first line and cells of each row, including the header; blank lines are
     skipped.
 
-    Says on stderr how quotes were read where this matters, and how many rows span several lines.
+    Reports on stderr how quotes were read, where this matters, and how many rows span several
+    lines.
 
     Raises:
         DataError: an unclosed quote, text after a closing quote, a bare carriage return, or quotes
@@ -106,8 +108,8 @@ class _Rows:
             yield text + "\n"
 
     def _check_span(self, num_columns: int) -> None:
-        """Raise a DataError if each line of this row looks like a row of its own, as if quotes were
-        text.
+        """Raise a DataError if every line of this row looks like a complete row, as it would if
+        quotes were text.
         """
         if self.bounds.quotes != "auto" or num_columns < 2:
             return
@@ -126,7 +128,7 @@ class _Rows:
         )
 
     def _wrong(self, error: csv.Error) -> DataError:
-        """The error of Python's csv reader in the words of this project."""
+        """Translate an error of Python's csv reader to a DataError."""
         if "end of data" in str(error):
             return DataError(
                 "a quote that is never closed",
@@ -154,21 +156,21 @@ class _Rows:
 
 
 def _shape(text: str) -> str:
-    """The kinds of characters in an id: "a9" for "q17", "9" for "205"."""
+    """An id with each run of letters as "a" and of digits as "9": "a9" for "q17"."""
     return _LETTERS.sub("a", _DIGITS.sub("9", text[:100]))
 
 
 def _quotes_enclose(path: Path, bounds: RawBounds) -> bool:
-    """Whether quotes enclose fields in a .tsv file, by its lines; says so if a field begins with a
-    quote.
+    """Whether quotes enclose fields in a .tsv file, judged by its lines; the result is reported if
+    any field begins with a quote.
 
     Raises:
         DataError: some fields are valid only if quotes enclose fields, others only if quotes are
         text.
     """
-    first: dict[str, int] = {}  # line that shows what quotes are
+    first: dict[str, int] = {}  # result of `_what_quotes_are` -> first line with it
     num_columns = 0
-    spans = 0  # first line with another number of columns, after one whose quotes are text
+    spans = 0  # first line with a different number of columns after a line whose quotes are text
     for number, line in read_lines(path, bounds):
         text = line.decode("utf-8", "replace").removesuffix("\r")
         if not text:
@@ -206,8 +208,8 @@ def _quotes_enclose(path: Path, bounds: RawBounds) -> bool:
 
 
 def _what_quotes_are(text: str, cells: list[str], num_columns: int) -> str:
-    """What a line shows about its quotes: "text" where a field begins with a quote and cannot be a
-    quoted one; "quotes" where it must be (it has doubled quotes, or a tab in quotes); "either".
+    """What a line shows about its quotes: "text" if a field begins with a quote but cannot be a
+    quoted field; "quotes" if it must be one (it has doubled quotes, or a quoted tab); or "either".
     """
     try:
         quoted = next(csv.reader([text], delimiter="\t", strict=True))

@@ -1,6 +1,4 @@
-"""Raw data in memory, independent of the layout of its files, with functions that split it and cut
-a slice from it.
-"""
+"""Raw data in memory, independent of the layout of its files; functions that split or slice it."""
 
 from __future__ import annotations
 
@@ -52,8 +50,8 @@ class RawData:
         return self.labels.num_rows
 
     def take(self, rows: dict[str, np.ndarray], scratch: Path | None = None) -> RawData:
-        """A copy in which the given splits have only these rows; the rows of a new split come from
-        "train". `scratch`: folder for temporary files.
+        """A copy in which the given splits have only these rows; rows of a split that does not
+        exist yet are taken from "train". `scratch`: folder for temporary files.
         """
         queries = dict(self.queries)
         relevance = dict(self.relevance)
@@ -94,7 +92,7 @@ def joined_texts(
     return pa.concat_tables(tables)["text"]
 
 
-_VISIBLE = r"[^\p{Z}\p{Cc}\p{Cf}]"  # as `tokens.is_blank`, for Arrow
+_VISIBLE = r"[^\p{Z}\p{Cc}\p{Cf}]"  # the rule of `tokens.is_blank`, for Arrow
 
 
 def are_blank(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
@@ -119,11 +117,11 @@ def hold_out(
 ) -> np.ndarray:
     """Choose about `share` of n queries to hold out: bool [n], True for queries that are held out.
 
-    Queries with equal texts, and queries that share a filtered label, directly or through other
-    queries, form a family (one query asked twice, versions of one product, parts of one package)
-    and stay together, so that a held-out query is as new to the model as a test query. Families are
-    held out in the order of a hash of seed and uid, so that adding queries changes the split of few
-    others. A family is skipped if it would exceed the share, or if it is larger than
+    Queries that have equal texts or share a filtered label, directly or through other queries, form
+    a family (one query asked twice, versions of one product, parts of one package) and stay
+    together, so that a held-out query is as new to the model as a test query. Families are held out
+    in the order of a hash of seed and uid, so that adding queries changes the split of few other
+    queries. A family is skipped if it would exceed the share, or if it is larger than
     `LARGEST_FAMILY` of the share, because hundreds of similar queries would dominate every metric.
     At least one family is held out if share > 0 and there are two families. `scratch`: folder for
     temporary files.
@@ -131,7 +129,7 @@ def hold_out(
     from unidec.data.database import database, fill, ordered
 
     num_queries = queries.num_rows
-    chosen_N = np.zeros(num_queries, dtype=bool)  # by the first member of each family
+    chosen_N = np.zeros(num_queries, dtype=bool)  # set at the first member of each chosen family
     if share <= 0 or num_queries < 2:
         return chosen_N
     first_N = _families(queries, filter_pairs, scratch)
@@ -139,8 +137,8 @@ def hold_out(
     largest = max(1, round(target * LARGEST_FAMILY))
     left = target
     with database(scratch) as tables:
-        # a family has the hash of one member: with the minimum over its members, large families
-        # would come first
+        # a family has the hash of its first member: with the minimum over its members, large
+        # families would come first
         families = (
             "CREATE TABLE families AS "
             "SELECT first, count(*) AS size, arg_min(hash, row) AS hash FROM given GROUP BY first"
@@ -200,8 +198,8 @@ def _columns(matrices: dict[str, csr_matrix], columns: np.ndarray) -> dict[str, 
 
 
 def _families(queries: pa.Table, filter_pairs: csr_matrix, scratch: Path | None) -> np.ndarray:
-    """Row of the first member of each query's family, int64 [n]: of its connected component in the
-    graph of queries, those of equal text, and their filtered labels.
+    """Row of the first member of each query's family, int64 [n]. Families are the connected
+    components of a graph that links queries of equal text, and queries to their filtered labels.
     """
     from scipy.sparse.csgraph import connected_components
 
@@ -227,7 +225,7 @@ def _families(queries: pa.Table, filter_pairs: csr_matrix, scratch: Path | None)
 
 
 def _whole_texts(queries: pa.Table) -> Iterator[pa.Array]:
-    """Title and content of each query, in blocks."""
+    """Title and content of each query as one text, in blocks."""
     separator = pa.scalar("\n", pa.large_string())
     for block in queries.to_batches():
         yield pc.binary_join_element_wise(block["title"], block["content"], separator)

@@ -1,5 +1,5 @@
-"""Reads the lines of an input file, plain or packed with gzip, within bounds; refuses whatever is
-not a file.
+"""Reads the lines of an input file, plain or gzip-compressed, within bounds; refuses anything that
+is not a regular file.
 
 An error in a line is passed to a `Report`, which records it or raises.
 """
@@ -21,7 +21,7 @@ Report = Callable[[str, int, object], None]
 offending value.
 """
 
-ALWAYS_UNPACKED = 64 << 20  # unpacked bytes that are allowed for every compressed file
+ALWAYS_UNPACKED = 64 << 20  # unpacked bytes that any compressed file may have
 BOM = b"\xef\xbb\xbf"
 DEFAULT_BOUNDS = RawBounds()
 NOT_UTF8 = "text that is not UTF-8"
@@ -32,7 +32,7 @@ _KINDS = {
 
 
 def check_file(path: Path) -> None:
-    """Raise a DataError unless `path` is a file, or a link to one, that may be read."""
+    """Raise a DataError unless `path` is a readable file, or a link to one."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError as error:

@@ -1,10 +1,9 @@
-"""Work on many rows, divided into shards. A shard is a folder that is either complete or absent: a
+"""Divides work on many rows into shards. A shard is a folder that is either complete or absent: a
 killed run resumes with the missing shards, and any process with access to the folder can compute
 one.
 
     <folder>/plan.json           the work and the bounds of the shards (`Work`)
-    <folder>/00003-of-00008/     one shard; its manifest (sizes, sha256) contains the key of the
-    plan
+    <folder>/00003-of-00008/     one shard; its manifest (sizes, sha256) contains the plan's key
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ class Work:
 
     Attributes:
         folder: absolute path of the folder with the plan and the shards.
-        key: sha256 over everything that determines the result, and the bounds; shards with another
-        key are not used.
+        key: sha256 of everything that determines the result, including the bounds; shards with
+        another key are not used.
         bounds: shard i has the rows bounds[i] to bounds[i + 1] - 1.
-        settings: input of a worker as JSON-serialisable values (absolute paths and plain values).
+        settings: a worker's input as JSON-serialisable values (absolute paths and plain values).
     """
 
     folder: Path
@@ -51,8 +50,8 @@ class Work:
     def begin(
         cls, folder: Path, facts: dict[str, Any], settings: dict[str, Any], bounds: tuple[int, ...]
     ) -> Work:
-        """Write the plan. Shards of an earlier plan are reused if `facts`, bounds and the version
-        of unidec are equal.
+        """Write the plan. Shards of an earlier plan are reused if its `facts`, bounds and version
+        of unidec are the same.
 
         Args:
             facts: hashes and settings that determine the result, JSON-serialisable and without
@@ -90,7 +89,7 @@ class Work:
         return self.bounds[-1]
 
     def rows(self, number: int) -> tuple[int, int]:
-        """First row of a shard (counted from 0) and first row after it."""
+        """First (from 0) and last row (exclusive) of a shard."""
         return self.bounds[number], self.bounds[number + 1]
 
     def size(self, number: int) -> int:
@@ -135,7 +134,7 @@ def shards_folder(output: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder of shards, from before the plan is written until the shards are
+    """Hold the lock of a folder of shards: from before the plan is written until the shards are
     merged. The operating system releases the lock if the process dies.
 
     Raises:
@@ -157,7 +156,7 @@ def alone(folder: Path) -> Iterator[None]:
             try:
                 yield
             finally:
-                if not (folder / PLAN).exists():  # no work has begun, or all work is done
+                if not (folder / PLAN).exists():  # the work has not begun, or is finished
                     shutil.rmtree(folder, ignore_errors=True)
     except Timeout as error:
         raise ArtifactError(
@@ -168,8 +167,8 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def cuts(num_rows: int, shards: int, batch_size: int) -> tuple[int, ...]:
-    """Bounds of contiguous shards of nearly equal size, which begin at multiples of `batch_size`;
-    at most one shard per batch.
+    """Bounds of contiguous shards of nearly equal size that begin at multiples of `batch_size`; at
+    most one shard per batch.
 
     Raises:
         ConfigError: `shards` is out of range.

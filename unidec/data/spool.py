@@ -1,5 +1,5 @@
-"""Numbers, texts and pairs of any number, which are written to files without a name, and then
-mapped into memory; the files are gone when this process ends.
+"""Numbers, texts and pairs that may exceed memory: they are written to unnamed temporary files and
+memory-mapped. The files vanish when this process ends.
 
 Shape suffix: P pairs of a block.
 """
@@ -28,8 +28,8 @@ _CODES = {"int32": "i", "int64": "q", "float64": "d", "float32": "f", "bool": "b
 
 @contextlib.contextmanager
 def naming_space(path: Path, num_bytes: int) -> Iterator[None]:
-    """Raises ArtifactError in place of an OSError: there is no space for what `path` needs, which
-    is `num_bytes` or more.
+    """Turn an OSError for a full disk or quota into an ArtifactError: no space for `path`, which
+    needs at least `num_bytes`.
     """
     try:
         yield
@@ -40,22 +40,22 @@ def naming_space(path: Path, num_bytes: int) -> Iterator[None]:
 
 
 class Numbers:
-    """A one-dimensional array that grows at its end.
+    """A growing one-dimensional array, stored in a file.
 
     Args:
-        folder: of its file; None: the system's folder for temporary files.
+        folder: folder of the file; None: the system's folder for temporary files.
     """
 
     def __init__(self, dtype: npt.DTypeLike, folder: Path | None = None) -> None:
         self._dtype = np.dtype(dtype)
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-        self._few = array(_CODES[self._dtype.name])  # not written yet
+        self._few = array(_CODES[self._dtype.name])  # numbers that are not written yet
 
     def __del__(self) -> None:
-        self._file.close()  # a mapping stays
+        self._file.close()  # an existing memory map stays valid
 
     def add(self, values: npt.ArrayLike) -> None:
-        """Append an array, which is cast."""
+        """Append an array, which is cast to the dtype."""
         self._file.write(np.ascontiguousarray(values, self._dtype).data)
 
     def extend(self, values: Iterable[Any]) -> None:
@@ -66,7 +66,7 @@ class Numbers:
             del self._few[:]
 
     def array(self) -> np.ndarray:
-        """All numbers, read-only; nothing may be added after that."""
+        """All numbers, read-only; nothing may be added after this call."""
         self.add(self._few)
         return np.frombuffer(_mapped(self._file), self._dtype)
 
@@ -93,8 +93,8 @@ def csr_on_disk(
     dtype: npt.DTypeLike,
     folder: Path | None = None,
 ) -> csr_matrix:
-    """A CSR matrix of pairs: blocks of row, column and value, sorted by row and column. Of a pair
-    that occurs more than once one is kept.
+    """A CSR matrix from blocks of pairs (row, column, value) that are sorted by row and column. Of
+    repeated pairs, only the first is kept.
     """
     ends = Numbers(np.int64, folder)
     columns = Numbers(np.int32, folder)

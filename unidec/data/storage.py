@@ -37,13 +37,13 @@ MAX_MANIFEST_BYTES = 1 << 20
 REBUILD = "delete the folder and run the stage that writes it again"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _DISK_ERRORS = (*_NO_SPACE, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
-# the end of a manifest: the sha256 of the bytes before it
+# the end of a manifest: the sha256 of all bytes before it
 _SEAL = re.compile(rb',\n "sha256": "([^"]{64})"\n}\n\Z')
 _HASHED_AT_ONCE = 4  # files
 _SETTLED_S = 1.0  # a file that changed more recently may change again without a new time stamp
 # folders that this process has verified, with the state of their files
 _verified: set[tuple[Any, ...]] = set()
-_WRITERS = {  # commands, by the kind of what they write
+_WRITERS = {  # kind of a folder -> the command that writes it
     "dataset": "unidec data ingest",
     "tokens": "unidec data tokens",
     "propensity": "unidec data propensity",
@@ -76,7 +76,7 @@ def _damaged(what: str, where: Path, got: object = None, expected: object = None
 
 @dataclass
 class Folder:
-    """A folder that is being written; it appears under its final name when the context ends.
+    """A folder that is being written; it gets its final name when the context ends.
 
     Attributes:
         path: the temporary folder, in which the files are written.
@@ -106,8 +106,8 @@ def write_folder(
         path: final path; an existing folder is replaced once everything is written.
         kind, version: type of the folder and version of its layout, which `read_manifest` checks.
         meta: JSON-serialisable facts, the same in every run (no times, no absolute paths).
-        num_bytes: size of the files, if known, which is compared with the free space first.
-        beside: name of the temporary folder, if several processes write into it.
+        num_bytes: total size of the files, if known; compared with the free space first.
+        beside: name of the temporary folder, if several processes write to it.
 
     Raises:
         ArtifactError: no space or no permission; an existing folder is then unchanged.
@@ -121,7 +121,9 @@ def write_folder(
 def swap_folder(
     path: str | os.PathLike[str], *, num_bytes: int = 0, beside: str | None = None
 ) -> Iterator[Path]:
-    """`write_folder` without a manifest, for other programs; yields the temporary folder."""
+    """`write_folder` without a manifest, for folders of other programs; yields the temporary
+    folder.
+    """
     final = Path(os.path.abspath(path))
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -269,8 +271,9 @@ def verify_once(path: str | os.PathLike[str], verify: bool = True) -> Iterator[b
     """Yields whether hashes and contents must be checked: `with verify_once(folder) as needed:
     open(folder, needed)`.
 
-    They need no check if `verify` is False, or if this process has already checked the same files
-    (by inode, size and times of change), as in every round of a training."""
+    False if `verify` is False, or if this process has already checked the same files (by inode,
+    size and times of change), for example in an earlier training round.
+    """
     root = Path(os.path.abspath(path))
     now = time.time()
     names = _files(root) if verify else []
@@ -291,7 +294,7 @@ def write_json(path: str | os.PathLike[str], obj: Any, mode: int = 0o666) -> Non
 
 
 def _json(obj: Any) -> bytes:
-    # numpy
+    # fallback: numpy arrays and numbers
     plain = to_jsonable_python(obj, inf_nan_mode="null", fallback=lambda value: value.tolist())
     return json.dumps(plain, ensure_ascii=False, allow_nan=False, indent=1).encode() + b"\n"
 
@@ -306,7 +309,7 @@ def write_bytes_atomic(path: str | os.PathLike[str], data: bytes, mode: int = 0o
 def write_file(
     path: str | os.PathLike[str], mode: int = 0o666, num_bytes: int = 0
 ) -> Iterator[IO[bytes]]:
-    """Write a file under a temporary name, which is flushed and renamed at the end.
+    """Write a file under a temporary name; it is flushed and renamed when the context ends.
 
     Args:
         mode: permissions of the new file, before the process's umask is applied.

@@ -1,8 +1,9 @@
 """Reads tables: .csv, .tsv, .jsonl (each also with .gz) and .parquet. Every table that a user gives
 is read here.
 
-Files are read from start to end, and only a block of rows is in memory. An error in a row is passed
-to a `Report`, which records it or raises."""
+Files are streamed: only a block of rows is in memory. An error in a row is passed to a `Report`,
+which records it or raises.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical ba
 
 
 def ending(path: Path) -> str:
-    """File type by the name: ".csv" for "a.csv" and for "a.csv.gz"."""
+    """File type from the name: ".csv" for "a.csv" and for "a.csv.gz"."""
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
@@ -61,8 +62,8 @@ def read_rows(
         columns: columns that the caller needs; no others are read from a Parquet file.
         check: called with the column names in the header; not called for .jsonl, which has no
         header.
-        report: called for rows that cannot be read. If it does not raise, such a row is skipped, or
-        empty (JSON).
+        report: called for rows that cannot be read. If it does not raise, the row is skipped
+        (JSON: yielded without cells).
 
     Raises:
         DataError: unknown file type, a needed column is given twice, or a file or row that cannot
@@ -122,7 +123,7 @@ def no_text(value: object) -> str:
 
 
 def _check_header(path: Path, names: list[str]) -> None:
-    """Raise a DataError if there is no header, or one column that holds another delimiter."""
+    """Raise a DataError if there is no header, or if a single column contains another delimiter."""
     if not names:
         raise DataError("an empty file", where=path, expected="a header and rows")
     for other, called in _DELIMITERS.items():
@@ -149,9 +150,7 @@ def check_names(names: Sequence[str], columns: Sequence[str], where: str) -> Non
 
 
 def _json_object(line: bytes, number: int, report: Report) -> dict[str, Any]:
-    """The JSON object in a line; {} (and a report) if the line is not an object in
-    valid Unicode.
-    """
+    """The JSON object in a line; {}, after a report, if it is not an object in valid Unicode."""
     try:
         item = json.loads(decode(line, number, report))
         if isinstance(item, dict):

@@ -1,5 +1,5 @@
-"""Temporary names in which folders and files are written, and the removal of what killed processes
-left.
+"""Temporary names for folders and files that are being written, and removal of those that killed
+processes left behind.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _written_names: set[str] = set()  # by this process
 
 
 def temporary_path(final: Path) -> Path:
-    """Temporary path for writing a folder or file, with host name, process id and a random
+    """Temporary path for writing a folder or file: contains host name, process id and a random
     number.
     """
     owner = f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
@@ -39,8 +39,8 @@ def remove(path: Path) -> None:
 
 
 def remove_folder(path: str | os.PathLike[str]) -> None:
-    """Remove a folder; it is renamed first, so that it never exists in part. Raises OSError: no
-    permission.
+    """Remove a folder; it is renamed first, so that no partial folder has its name. Raises OSError:
+    no permission.
     """
     temporary = temporary_path(Path(os.path.abspath(path)))
     os.rename(path, temporary)
@@ -60,8 +60,8 @@ def remove_stale(folder: str | os.PathLike[str], name: str = "*") -> None:
 
 
 def is_stale(temporary: Path) -> bool:
-    """Whether the process that writes a temporary folder or file has ended; on another machine:
-    whether it has not changed for a day.
+    """Whether the process that wrote a temporary folder or file has ended; if it ran on another
+    machine: whether the path has not changed for a day.
     """
     suffix = _SUFFIX.search(temporary.name)
     if suffix is None:
@@ -70,7 +70,7 @@ def is_stale(temporary: Path) -> bool:
     if not is_ours:
         return time.time() - temporary.lstat().st_mtime > _STALE_S
     process = int(suffix[1])
-    # in a container a killed process often had the same id as the running one
+    # in a container, a killed process often had the same id as the current one
     if process == os.getpid():
         return temporary.name not in _written_names
     return not psutil.pid_exists(process)

@@ -28,8 +28,8 @@ def write_tensors(
     """Write a safetensors file and return its sha256 (hex); contiguous tensors on the CPU are not
     copied.
 
-    Unlike `safetensors.torch.save_file` it accepts views and tensors that share memory; each is
-    written in full.
+    Unlike `safetensors.torch.save_file`, this accepts views and tensors that share memory, and
+    writes each in full.
 
     Args:
         tensors: tensors by name, of any shape and on any device.
@@ -45,7 +45,7 @@ def write_tensors(
     specs = {}
     try:
         for name, tensor in tensors.items():
-            # a reference until the memory is written
+            # keeps a reference until the memory is written
             on_cpu.append(tensor.detach().cpu().contiguous())
             specs[name] = TensorSpec(
                 dtype=str(tensor.dtype).removeprefix("torch."),
@@ -54,7 +54,7 @@ def write_tensors(
                 data_len=tensor.numel() * tensor.element_size(),
             )
         serialize_file(specs, os.fspath(path), metadata=dict(metadata or {}) or None)
-        # safetensors makes its files readable by the owner only
+        # safetensors makes its files readable only by their owner
         default = Path(f"{os.fspath(path)}.mode")
         default.touch()
         os.chmod(path, default.stat().st_mode)

@@ -1,7 +1,7 @@
-"""Texts as token ids: in a cache on disk, or in memory for serving.
+"""Token ids of texts: in a cache on disk, or in memory for serving.
 
-All ids are in one flat array, those of text i from `offsets[i]` to `offsets[i + 1]`, special tokens
-included. They are padded only when a batch is built.
+All ids are in one flat array; text i has the ids from `offsets[i]` to `offsets[i + 1]`, special
+tokens included. Padding is added only when a batch is built.
 
 Shape legend: N texts, B rows of one batch, T tokens of the batch's longest text, F total tokens of
 the batch.
@@ -41,7 +41,7 @@ KIND = "tokens"
 VERSION = 1
 # Unicode categories: separators, control and format characters
 _INVISIBLE = {"Zs", "Zl", "Zp", "Cc", "Cf"}
-_PROMPTED = "prompted-"  # begins the names of files of texts behind a prompt
+_PROMPTED = "prompted-"  # prefix of the files for texts with a prompt
 _ENCODE_AT_ONCE = 4096  # texts; limits the memory of Python lists
 _SAVE = "save it in its fast form: AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
 
@@ -62,7 +62,7 @@ class Tokens:
         vocab_size: every id is below it.
         pad_id: padding id in `batch`, where the mask is False.
         max_length: maximum number of tokens of a text.
-        prompted: the same texts behind a prompt; None: there is no prompt.
+        prompted: the same texts with a prompt in front; None: there is no prompt.
     """
 
     prompted: Tokens | None = None
@@ -87,11 +87,11 @@ class Tokens:
 
     @property
     def for_transformer(self) -> Tokens:
-        """The texts as a transformer reads them: behind their prompt, if there is one."""
+        """The texts as a transformer reads them: with their prompt, if there is one."""
         return self if self.prompted is None else self.prompted
 
     def lengths(self, rows: Sequence[int] | NDArray[Any] | None = None) -> NDArray[np.int64]:
-        """Number of tokens of each of these texts (None: of all), int64 [B]; not cached."""
+        """Number of tokens of each of these texts (None: all texts), int64 [B]; not cached."""
         if rows is None:
             return np.diff(self.offsets)
         rows_B = np.asarray(rows, dtype=np.int64)
@@ -139,8 +139,8 @@ class Tokens:
 
 
 def same_texts(tokens: Tokens, others: Tokens, most: int = 0) -> NDArray[np.int64]:
-    """For each text the row of a text in `others` with the same tokens, -1 if there is none: int64
-    [N].
+    """For each text, the row of a text in `others` with the same tokens, int64 [N]; -1 if there is
+    none.
 
     Args:
         most: compare only the first `most` tokens; 0: all.
@@ -152,7 +152,7 @@ def same_texts(tokens: Tokens, others: Tokens, most: int = 0) -> NDArray[np.int6
 
 
 def as_bytes(tokens: Tokens, dtype: np.dtype[Any], most: int) -> pa.Array:
-    """The first `most` ids of each text (0: all) as bytes, for comparisons."""
+    """The first `most` ids of each text (0: all) as a byte string, for comparisons."""
     starts = pa.py_buffer(tokens.offsets * dtype.itemsize)
     ids = pa.py_buffer(tokens.ids.astype(dtype, copy=False))
     texts = pa.Array.from_buffers(pa.large_binary(), len(tokens), [None, starts, ids])
@@ -226,8 +226,8 @@ class Piece:
 
     Attributes:
         text: the token as written in the vocabulary.
-        unknown: it replaces an unknown word.
-        special: it was added by the tokenizer.
+        unknown: whether it replaces an unknown word.
+        special: whether the tokenizer added it.
     """
 
     text: str
@@ -291,8 +291,8 @@ class TextTokenizer:
         self._tokenizer.enable_truncation(max_length, direction=self.truncation_side)
 
     def _padding_id(self) -> int:
-        """The id of the padding token, by tokenizer.json, by the files beside it, or by its usual
-        names; 0 if there is none. Padding is always masked.
+        """The id of the padding token, from tokenizer.json, from the files beside it, or by one of
+        its usual names; 0 if there is none. Padding is always masked.
         """
         if padding := self._tokenizer.padding:
             return int(padding["pad_id"])
@@ -345,7 +345,7 @@ def _not_text(texts: Sequence[Any], error: Exception) -> DataError:
 
 
 def is_unicode(text: object) -> bool:
-    """Whether it is a string without lone surrogates."""
+    """Whether an object is a string without lone surrogates."""
     return isinstance(text, str) and text == text.encode(errors="replace").decode()
 
 
@@ -376,7 +376,7 @@ def encode_texts(
     max_length: int,
     prompt: str = "",
 ) -> Tokens:
-    """Tokenise texts in memory, for serving, and if there is a prompt also behind it. Raises the
+    """Tokenise texts in memory, for serving; with a prompt, also the prompted texts. Raises the
     errors of `TextTokenizer` and its `encode`.
     """
     tokenizer = load_tokenizer(tokenizer_folder, max_length)
@@ -394,12 +394,12 @@ def encode_texts(
 
 
 def behind(prompt: str, texts: Iterable[str]) -> list[str]:
-    """Texts behind a prompt, as one text each: a tokenizer may join both at their border."""
+    """The prompt joined to each text as one string: a token may span the boundary."""
     return [prompt + text for text in texts] if prompt else list(texts)
 
 
 def _offsets(lengths: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
-    """Where each text begins in the flat array of ids, and its end."""
+    """Offset of each text in the flat array of ids, followed by the array's length."""
     return np.cumsum(np.concatenate([np.zeros(1, dtype=np.int64), *lengths]), dtype=np.int64)
 
 
@@ -423,7 +423,7 @@ def build_token_cache(
             offsets.npy (int64 [N + 1]).
         num_texts: total number of texts, for the progress bar.
         meta: further facts for the manifest, such as {"text": "title"}.
-        prompt: if not empty, the texts behind it are in two more files, prompted-ids.npy and
+        prompt: if not empty, the prompted texts are in two more files, prompted-ids.npy and
             prompted-offsets.npy.
 
     Raises:

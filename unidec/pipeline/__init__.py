@@ -3,8 +3,9 @@ small dataclass or dictionary, which `plain` converts for JSON.
 
 The command line and the flows call these functions; neither they nor DVC handle tensors. Paths are
 relative to the working folder. A function's module is imported on first use, so that ingesting data
-does not import torch. No module of this package may have the name of one of the functions:
-importing it would replace the function."""
+does not import torch. No module of this package may have the same name as one of the functions,
+because importing it would replace the function.
+"""
 
 import contextlib
 import importlib
@@ -63,8 +64,8 @@ def import_training() -> None:
 
 
 def plain(result: Any) -> Any:
-    """A stage's result as dictionaries and lists; fields with the default None are omitted while
-    they are None.
+    """A stage's result as dictionaries and lists; fields whose default is None are omitted if they
+    are None.
     """
     if is_dataclass(result):
         values = vars(result)

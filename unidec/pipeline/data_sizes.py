@@ -1,4 +1,4 @@
-"""Sizes of a data set, and texts of these sizes, for planning memory."""
+"""Sizes of a data set, and synthetic texts of these sizes, for planning memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from unidec.data.tokens import TokenCache
 
-_TEXTS = 4093  # different texts; a prime, so that texts at any distance are different ones
+_TEXTS = 4093  # number of different texts; a prime, so that texts at regular intervals differ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,10 +18,10 @@ class Sizes:
     """Sizes of a data set.
 
     Attributes:
-        num_queries: of all splits; num_train: for training; num_labels: L.
-        num_pairs: stored query-label pairs, and entries of the label graph if training uses it.
-        query_tokens, label_tokens: number of tokens of a text: mean and maximum.
-        vocab_size: of the tokenizer.
+        num_queries: queries of all splits; num_train: training queries; num_labels: L.
+        num_pairs: stored query-label pairs, plus entries of the label graph if training uses it.
+        query_tokens, label_tokens: mean and maximum number of tokens of a text.
+        vocab_size: size of the tokenizer's vocabulary.
     """
 
     num_queries: int
@@ -34,8 +34,8 @@ class Sizes:
 
     @classmethod
     def given(cls, labels: int, queries: int, tokens: int, pairs: int | None = None) -> Sizes:
-        """Sizes from counts alone. Default of `pairs`: 5 labels a query (the papers' data sets have
-        2 to 22).
+        """Sizes from counts alone. `pairs` defaults to 5 labels per query (the papers' data sets
+        have 2 to 22).
         """
         length = (float(tokens), tokens)
         return cls(
@@ -49,13 +49,13 @@ class Sizes:
 
     @property
     def labels_a_query(self) -> int:
-        """The mean, rounded up."""
+        """Mean number of labels per query, rounded up."""
         return min(math.ceil(self.num_pairs / self.num_queries), self.num_labels)
 
 
 class RepeatedTexts(TokenCache):
-    """As many texts as are asked for, the same few again and again: some of the greatest length, as
-    many as the mean allows, the others of one token.
+    """Any number of texts, by repeating `_TEXTS` different ones. Their lengths are the maximum or
+    one token, in proportions that give the mean length.
     """
 
     def __init__(self, count: int, tokens: tuple[float, int], most: int, vocab_size: int) -> None:

@@ -56,8 +56,8 @@ class Validated:
 
 @dataclass(frozen=True)
 class Fetched:
-    """Result of `fetch`: whether files were copied and why, the source's paths, and one sha256 of
-    all its files.
+    """Result of `fetch`: whether files were copied and why, the paths of the source, and one sha256
+    of all its files.
     """
 
     changed: bool
@@ -157,11 +157,11 @@ def tokens(params: Params) -> dict[str, int]:
 
 
 def checked_encoder(params: Params) -> Path:
-    """The folder of section `encoder`'s encoder.
+    """The folder of the encoder in section `encoder`, after checks.
 
     Raises:
-        ConfigError: its transformer has no positions for texts of this length, a prompt leaves them
-            no room, or its folder asks for something that is not supported, such as its own code.
+        ConfigError: the transformer has too few positions for `tokens.max_length`, a prompt leaves
+            no room for texts, or the folder requires something unsupported, such as its own code.
     """
     folder = resolve_encoder(params.encoder.name)
     check_static(folder, params.encoder)
@@ -238,7 +238,7 @@ def label_graph(params: Params) -> dict[str, int]:
 
 
 def fetch(params: Params) -> Fetched:
-    """Copy `source.path`, or the three source files, to `data.path` if their contents differ.
+    """Copy `source.path`, or the three source files, to `data.path` if the contents differ.
 
     The copy is written to a temporary folder, checked against the source's hashes and swapped in:
     readers of `data.path` see either the old or the new content, even if this process is killed.
@@ -281,7 +281,7 @@ def fetch(params: Params) -> Fetched:
 
 
 def source_files(source: Source) -> dict[str, Path]:
-    """The files that a fetch copies, by their names in `data.path`; {} for the kinds none and dvc.
+    """The files that `fetch` copies, by their names in `data.path`; {} for kinds "none" and "dvc".
 
     Raises:
         DataError: the folder has no files. ConfigError: not a supported table file.

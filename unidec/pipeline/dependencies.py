@@ -1,9 +1,10 @@
-"""Stage `inputs`: what each result depends on besides data, as files that DVC's other stages depend
-on.
+"""Stage `inputs`: writes what each result depends on besides data to files on which the other DVC
+stages depend.
 
-data/inputs/training.json, for example, has the values of all parameters that decide a training,
-those of the recipe and defaults included, and a hash of the code that decides it. So a stage is out
-of date only if one of these changes, and dvc.yaml lists neither parameters nor modules."""
+For example, data/inputs/training.json has the values of all parameters that determine a training,
+including those of the recipe and defaults, and a hash of the code that determines it. So a stage is
+out of date only if one of these changes, and dvc.yaml lists neither parameters nor modules.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def inputs(params: Params) -> dict[str, str]:
     for result in ("checks", *RESULTS):
         decides = {"code": code_sha256(result)}
         decides |= {key: values[key] for key in keys_deciding(result, warm=True)}
-        if decides.get("teacher.bundle"):  # the hash of its content replaces the path
+        if decides.get("teacher.bundle"):  # replace the path by a hash of the content
             decides["teacher.bundle"] = folder_sha256(params.teacher.bundle)
         content = json.dumps(decides, indent=1).encode() + b"\n"
         file = paths.INPUTS / f"{result}.json"

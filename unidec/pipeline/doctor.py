@@ -1,8 +1,9 @@
-"""Find, explain and (where that is safe) repair what crashes and full disks leave behind in a
-project's own files.
+"""Find, explain and (where that is safe) repair defects that crashes and full disks leave in a
+project's files.
 
 `dvc status` checks DVC's files, `pip check` the environment. Nothing is changed without `fix`,
-which applies only repairs that cannot lose data."""
+which applies only repairs that cannot lose data.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from unidec.training.checkpoint import checkpoint_folders, read_state
 
 Severity = Literal["warning", "broken"]
 Repair = Callable[[], str]  # applies a fix that cannot lose data, and returns what was done
-# severity, what, where, fix, repair: as `Finding`
+# severity, what, where, fix (as in `Finding`), and the repair
 Defect = tuple[Severity, str, object, str, Repair | None]
 _EXIT_CODES: dict[Severity, int] = {"warning": 1, "broken": 4}
 
@@ -41,8 +42,8 @@ class Finding:
     Attributes:
         severity: "warning" (something is lost or in the way) or "broken" (something will fail).
         what: one sentence. where: path. fix: what to do.
-        fixable: whether `examine(fix=True)` applies the fix. done: what it did, None if it was not
-        applied.
+        fixable: whether `examine(fix=True)` applies the fix. done: what the fix did; None if it was
+            not applied.
     """
 
     severity: Severity
@@ -99,14 +100,14 @@ def rows_of(findings: Collection[Finding]) -> tuple[list[str], list[list[str]]]:
 
 
 def _half_written() -> Iterator[Defect]:
-    """Temporary folders and files whose writing process is gone."""
+    """Temporary folders and files whose process has ended."""
     training_runs = is_held()
 
     temporary = {path for top in ("data", "outputs", "runs") for path in Path(top).rglob(".*.tmp")}
     outermost = [path for path in temporary if temporary.isdisjoint(path.parents)]
     what = "half-written; the process that wrote it is gone"
     for path in sorted(outermost):
-        # the names that several ranks share hold no process id
+        # names that several ranks share contain no process id
         is_shared = path.name.endswith(".ranks.tmp")
         if is_stale(path) or (is_shared and not training_runs):
             yield "warning", what, path, "remove it", partial(_remove, path)
@@ -149,7 +150,7 @@ def _artifacts(folder: Path, deep: bool) -> Iterator[Defect]:
 
 
 def _checkpoints(run_dir: Path, deep: bool) -> Iterator[Defect]:
-    """Damaged checkpoints of a run: a warning while an intact one is left."""
+    """Damaged checkpoints of a run; only warnings if an intact one remains."""
     damaged = {}
     folders = checkpoint_folders(run_dir)
     for path in folders:
@@ -167,8 +168,8 @@ def _checkpoints(run_dir: Path, deep: bool) -> Iterator[Defect]:
 
 
 def _tracking(run_dir: Path) -> Iterator[Defect]:
-    """An MLflow run that was never ended, a damaged tracking.json, records that were not sent to
-    the store.
+    """An MLflow run that was never ended, a damaged tracking.json, and records that were not sent
+    to the tracking store.
     """
 
     def end() -> str:

@@ -41,7 +41,7 @@ from unidec.pipeline.drift_page import FINDINGS, PAGE, Comparison, Side
 from unidec.tracking.fetch import fetch_bundle, find_alias
 from unidec.tracking.run import Tracker
 
-MAX_QUERIES = 20_000  # of a larger window this many evenly spaced queries are used
+MAX_QUERIES = 20_000  # larger windows are reduced to this many evenly spaced queries
 BATCH = 1024
 K = 100
 _TOKENIZER = Path("model", "tokenizer")  # in a bundle
@@ -70,8 +70,8 @@ class DataDrift:
     """Two versions of the data compared.
 
     Attributes:
-        findings: as `Check.to_json`, those that drifted first.
-        judged: False for a file with fewer queries than drift.min_window: then no drift is
+        findings: results of `Check.to_json`, drifted ones first.
+        judged: False for a file with fewer queries than drift.min_window: no drift is then
             reported, and `reason` says why.
         page, result: paths of the report and of its JSON file.
     """
@@ -89,7 +89,7 @@ class WindowDrift(DataDrift):
     """A window of queries compared with a bundle's training data.
 
     Attributes:
-        queries: number of queries of the whole window. metrics: in percent, None without labels.
+        queries: number of queries in the whole window. metrics: in percent; None without labels.
         model: "source" and "bundle_sha256" of the bundle. run_url: page of the MLflow run.
     """
 
@@ -100,7 +100,7 @@ class WindowDrift(DataDrift):
 
 
 def read_profile(bundle: Path) -> Side | None:
-    """The training profile in a bundle; None if it has none, or one of another version."""
+    """The training profile in a bundle; None if there is none, or its version differs."""
     profile = read_info(bundle).card.get(PROFILE_KEY)
     return profile if isinstance(profile, dict) and profile.get("version") == VERSION else None
 
@@ -143,8 +143,8 @@ def data_change(params: Params) -> DataChange:
 
 @dataclass(frozen=True, kw_only=True)
 class _Beside:
-    """The champion's training data beside the data set: `DataChange.accepted` and `.reason`, and
-    the figures of both.
+    """The champion's training data compared with the data set: `DataChange.accepted` and `.reason`,
+    and the figures of both.
     """
 
     accepted: dict[str, str] | None = None
@@ -162,9 +162,9 @@ def _beside_champion(params: Params, dataset: XMCDataset) -> _Beside:
     accepted = {"model": model, "version": version, "dataset_sha256": dataset.sha256}
     same = _Beside(accepted=accepted, reason="the champion was trained on this very data")
     tags = champion.tags
-    # after a refresh of the labels the tag names the data of the labels, not of the training
+    # after a label refresh, the tag names the data of the labels, not that of the training
     if tags.get("dataset.sha256") == dataset.sha256 and tags.get("start.kind") != "refresh":
-        return same  # no need to fetch its bundle
+        return same  # without fetching the bundle
     bundle = fetch_bundle(f"models:/{model}/{version}")
     info = read_info(bundle)
     accepted["dataset_sha256"] = str(info.dataset.get("sha256"))
@@ -190,17 +190,17 @@ def drift(
     second: str | os.PathLike[str],
     column: str | None = None,
 ) -> DataDrift:
-    """Compare a later version of the data, or a file of queries, with an earlier version; writes
-    below runs/drift.
+    """Compare a later version of the data, or a file of queries, with an earlier version; writes to
+    a folder in runs/drift.
 
     Args:
-        first: a data set's folder, or a bundle (folder or models:/ address), which means its
+        first: a data set's folder, or a bundle (folder or models:/ address), that is: its
         training data.
         second: a data set's folder, or a file of queries, whose texts are in `column` (default:
         "query" or "text").
 
     Raises:
-        DataError, ArtifactError: `first` or `second` cannot be read, or is none of these.
+        DataError, ArtifactError: `first` or `second` cannot be read, or is of another kind.
     """
     source = os.fspath(first)
     later = Path(second)
@@ -313,8 +313,8 @@ def _of_bundle(folder: Path, source: str) -> tuple[Side, Path]:
 
 
 def _figures(old: Side, tokenizer: Path, later: XMCDataset | Sequence[str]) -> dict[str, Any]:
-    """Figures of a later data set, or of texts, tokenised as by the model whose training data `old`
-    describes.
+    """Figures of a later data set, or of texts, tokenised as for the model whose training data
+    `old` describes.
     """
     if isinstance(later, XMCDataset):
         return profile_dataset(later, tokenizer, old["max_length"], old["text"])
@@ -338,9 +338,9 @@ def _answers(bundle: Bundle, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarr
 def _quality(
     bundle: Bundle, window: Window
 ) -> tuple[dict[str, tuple[float, float]], dict[str, float], int]:
-    """Metrics in percent with their standard errors over the queries that have labels ({} if none
-    has), the share of labels that the bundle does not know, which count as misses, and the number
-    of queries that have labels.
+    """Metrics in percent with standard errors over the queries that have labels ({} without such
+    queries); the share of labels unknown to the bundle, which count as misses; and the number of
+    queries that have labels.
     """
     texts: list[str] = []
     rows = []
@@ -374,8 +374,8 @@ def _digest(*parts: object) -> str:
 
 
 def _track(params: Params, result: WindowDrift, checks: Sequence[Check], name: str) -> str | None:
-    """Log the report as an MLflow run of a separate experiment; if the server does not answer, it
-    is sent later.
+    """Log the report as an MLflow run in a separate experiment; if the server does not answer, the
+    run is sent later.
     """
     tracker = Tracker(f"{params.tracking.experiment}-monitor")
     tags = {"drifted": str(result.drifted).lower(), "bundle.sha256": result.model["bundle_sha256"]}

@@ -18,18 +18,18 @@ from unidec.evaluation.page import Table, render
 PAGE = "index.html"
 FINDINGS = "drift.json"
 _MOVED_WORDS = 15
-# figures of one side, as `unidec.evaluation.drift.compare` takes them; empty: none compared
+# figures of one side, as `unidec.evaluation.drift.compare` takes them; empty: no comparison
 Side = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two versions of the data, and what was found.
+    """Two versions of the data, and the findings.
 
     Attributes:
-        names: of the earlier and the later side, on the page.
+        names: names of the earlier and the later side on the page.
         reason: why nothing was compared or judged, or "".
-        facts: shown on the page.
+        facts: further facts for the page.
     """
 
     title: str
@@ -67,7 +67,7 @@ class Comparison:
         return bar_chart(f"Length of {which}", edges, bars, "percent", x_label="characters from")
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write drift.json and index.html into a folder; returns what was found."""
+        """Write drift.json and index.html to a folder; returns the findings."""
         moved = moved_words(self.old, self.new) if self.old and self.new else []
         html = render(
             "drift",
@@ -97,8 +97,8 @@ class Comparison:
 def moved_words(*sides: Side) -> list[list[str]]:
     """Table rows of the words whose share changed most.
 
-    Each side has only its most frequent words; any other word counts with the share of the rarest
-    of them.
+    Each side stores only its most frequent words; the share of any other word is taken to be that
+    of the rarest stored word.
     """
     import pandas as pd
 

@@ -1,4 +1,4 @@
-"""`unidec encoders`: what is known of encoders, and what one would cost on this machine."""
+"""`unidec encoders`: facts about known encoders, and the cost of one on this machine."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from unidec.pipeline import paths
 
 NUM_TEXTS = 64
 SAMPLE = ("a red bicycle with two wheels", "how to install a printer", "history of the river")
-# each is compared with sentence-transformers by tests/model/test_architectures.py: its name in
-# config.json, encoders of it, and what a token sees
+# name in config.json, example encoders, and which tokens a token attends to; each architecture is
+# compared with sentence-transformers by tests/model/test_architectures.py
 ARCHITECTURES = (
     ("bert", "all-MiniLM, BGE, E5, GTE", "all tokens"),
     ("roberta", "all-roberta-large", "all tokens"),
@@ -41,7 +41,7 @@ ARCHITECTURES = (
     ("gemma3_text", "EmbeddingGemma", "all tokens, or the tokens before, as its config.json says"),
     ("t5", "sentence-t5, GTR", "all tokens, by the encoder alone"),
 )
-# of encoders whose folders do not have their prompts: queries, labels
+# prompts (queries, labels) of encoders whose folders do not contain them
 KNOWN_PROMPTS = {
     "intfloat/e5-*, intfloat/multilingual-e5-*": ("query: ", "passage: "),
     "BAAI/bge-*-en-v1.5": ("Represent this sentence for searching relevant passages: ", ""),
@@ -50,13 +50,13 @@ KNOWN_PROMPTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class AboutEncoder:
-    """What was read of an encoder, and measured.
+    """Facts about an encoder from its folder, and measurements.
 
     Attributes:
-        missing: files that would say how it is used; without them: mean pooling, no prompts.
-        memory_bytes: its weights in float32; training_bytes: if all of it trains, with gradients
-            and the optimiser's state, without activations.
-        texts_a_second: of 64 texts of the data, or of a sample, on `device`.
+        missing: files that define its use; without them: mean pooling, no prompts.
+        memory_bytes: weights in float32; training_bytes: weights, gradients and optimiser state if
+            all layers train, without activations.
+        texts_a_second: encoding speed for 64 texts of the data, or of a sample, on `device`.
     """
 
     name: str
@@ -80,7 +80,7 @@ class AboutEncoder:
 
 
 def known_encoders() -> dict[str, Any]:
-    """Architectures, poolings, prompts and packaged weights that are known."""
+    """Known architectures, poolings, prompts and packaged weights."""
     return {
         "architectures": [
             {"config.json": name, "such as": such, "a token sees": sees}
@@ -96,7 +96,7 @@ def known_encoders() -> dict[str, Any]:
 
 
 def what_folder_says(params: Params) -> str:
-    """One line of what an encoder's folder says about its use; "" if its files are not here."""
+    """One line with the settings in an encoder's folder; "" if it is not on this machine."""
     name = params.encoder.name
     is_packaged = name.removeprefix("sentence-transformers/") in PACKAGED
     if not params.encoder.has_transformer or not (is_packaged or Path(name).is_dir()):
@@ -109,7 +109,7 @@ def what_folder_says(params: Params) -> str:
 
 
 def encoder_facts(bundle: Path) -> dict[str, str]:
-    """How a bundle's transformer reads texts, for its card; {} without one."""
+    """How a bundle's transformer reads texts, for the model card; {} without a transformer."""
     encoder = read_json(bundle / "model" / CONFIG).get("encoder", {})
     if encoder.get("kind") not in ("transformer", "both"):
         return {}
@@ -145,7 +145,7 @@ def about_encoder(params: Params, name: str) -> AboutEncoder:
     parts = [("queries", tokens, np.arange(len(tokens)))]
     seconds = []
     with torch.no_grad():
-        for _ in range(3):  # the first one warms up
+        for _ in range(3):  # the first repetition warms up
             begin = time.perf_counter()
             encoder.transformer_vectors(InputBuilder(encoder, device)(parts)).cpu()
             seconds.append(time.perf_counter() - begin)
@@ -159,7 +159,7 @@ def about_encoder(params: Params, name: str) -> AboutEncoder:
         missing=[file for file in files if not (folder / file).is_file()],
         parameters=parameters,
         memory_bytes=4 * parameters,
-        training_bytes=16 * parameters,  # weight, gradient, and AdamW's two means
+        training_bytes=16 * parameters,  # weight, gradient, and AdamW's two moments
         texts_a_second=len(tokens) / min(seconds[1:]),
         tokens_a_text=float(tokens.for_transformer.lengths().mean()),
         device=str(device),

@@ -1,6 +1,6 @@
 """Stage `evaluate`: measure the bundle on the test split; metrics, plots, predictions, report.
 
-Legend: n queries of the split, K places.
+Legend: n queries of the split, K predictions per query.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from unidec.training.precision import choose_device
 from unidec.version import __version__
 
 PARTS = ("de", "clf", "heads", "knn")  # each head, their blend, the votes
-ORACLE_QUERIES = 2000  # queries on which the index is compared with exact search
-EXAMPLES = 6  # queries that gain most over a baseline, and as many that lose most
+ORACLE_QUERIES = 2000  # queries for which the index is compared with exact search
+EXAMPLES = 6  # queries with the largest gain over a baseline, and as many with the largest loss
 SHOWN = 5  # labels shown for each example
 CALIBRATED = 5  # predictions per query in the calibration plot
 WITH_VOTES = {"both": "both heads", "de": "dual encoder", "clf": "classifier"}
@@ -58,10 +58,10 @@ class Evaluation:
     """Results on the test split.
 
     Attributes:
-        metrics, baselines: headline metrics in percent, and those of each baseline.
-        against_baselines: a sentence that compares them.
-        warnings: sentences about figures to doubt.
-        report: its path.
+        metrics, baselines: headline metrics in percent, of the bundle and of each baseline.
+        against_baselines: a sentence that compares the bundle with the baselines.
+        warnings: sentences about doubtful figures.
+        report: path of the report.
     """
 
     metrics: dict[str, float]
@@ -73,13 +73,13 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What was measured on the test split.
+    """Measurements on the test split.
 
     Attributes:
-        scores, labels: [n, K], as the bundle ranks with exact search.
+        scores, labels: [n, K], the bundle's ranking with exact search.
         result: the content of metrics.json.
         tfidf: the baselines.
-        compared: the model with them.
+        compared: comparisons of the model with the baselines.
     """
 
     bundle: Bundle
@@ -95,7 +95,7 @@ def evaluate(params: Params) -> Evaluation:
     """Measure the bundle on the test split; its labels are ranked by exact search instead of its
     index.
 
-    Also measures each head alone, the loss by the index, TF-IDF baselines built from the same
+    Also measures each head alone, the loss due to the index, TF-IDF baselines built from the same
     training split, and if training queries vote, both heads without votes and the votes alone. Runs
     on the device `params.device`. Writes outputs/metrics.json, outputs/plots/,
     outputs/predictions.parquet and outputs/report.html, and logs them to MLflow.
@@ -148,7 +148,7 @@ def _measure(params: Params) -> Measured:
     result["baselines"] = {
         baseline: {name: own[name] for name in names} for baseline, own in tfidf.metrics.items()
     }
-    # lists, because `dvc metrics` omits lists from its tables
+    # as a list, because `dvc metrics` omits lists from its tables
     result["against_baselines"] = [asdict(one) for one in compared]
     result["warnings"] = _warnings(headline(result["test"]), dataset, text)
     return Measured(
@@ -244,7 +244,7 @@ def _figures(bundle: Bundle, ranking: Ranking, labels: np.ndarray, by_heads: np.
     the index, weights and validation metrics.
 
     Args:
-        labels, by_heads: int [n, K], found by exact search; ranked as the bundle does, and by the
+        labels, by_heads: int [n, K], found by exact search and ranked by the bundle, or by the
             heads' score alone.
     """
     info = bundle.info
@@ -288,14 +288,14 @@ def _ranked(
 
 
 def _against_exact(bundle: Bundle, ranking: Ranking, labels: np.ndarray) -> Figures:
-    """The index compared with exact search, on the first queries.
+    """Compare the index with exact search, on the first `ORACLE_QUERIES` queries.
 
     Args:
-        labels: int [n, K], by exact search.
+        labels: int [n, K], found by exact search.
 
     Returns:
-        "recall@10" and "recall@100" of the index in percent; "lost/P@1", ...: points by which the
-        metrics of the served labels are below those of `labels`.
+        "recall@10" and "recall@100" of the index in percent; "lost/P@1", ...: percentage points by
+        which the metrics of the served labels are below those of `labels`.
     """
     first = ranking.part(slice(ORACLE_QUERIES))
     query = bundle.ranker.queries(first.encoded)
@@ -330,8 +330,8 @@ def _write_predictions(ranking: Ranking, scores: np.ndarray, labels: np.ndarray)
 
 
 def split_figures(result: Figures) -> dict[str, float]:
-    """The figures of outputs/metrics.json that are logged to MLflow: headline metrics, some of each
-    frequency group, of each part and of the index.
+    """The figures of outputs/metrics.json that are logged to MLflow: headline metrics, and some
+    metrics of each frequency group, of each part and of the index.
     """
     in_groups = [f"{group}/{name}" for group in GROUPS for name in shown("mlflow-group")]
     selected = {
@@ -400,7 +400,7 @@ def _lineage(
 
 
 def _calibration(measured: Measured) -> Figures:
-    """`ReportInput.calibration`: the first labels of each query; {}: without probabilities."""
+    """`ReportInput.calibration`, from the first labels of each query; {} without probabilities."""
     labels = measured.labels[:, :CALIBRATED]
     probabilities = measured.bundle.probabilities(measured.scores[:, :CALIBRATED])
     if probabilities is None:
@@ -410,8 +410,8 @@ def _calibration(measured: Measured) -> Figures:
 
 
 def _examples(measured: Measured) -> Figures:
-    """The fields of `ReportInput` about single queries: those whose nDCG@5 gains most, and loses
-    most, against the baseline; of equal ones a random choice.
+    """The fields of `ReportInput` with example queries: those with the largest gains and losses in
+    nDCG@5 against the baseline; ties are broken at random.
     """
     ranking = measured.ranking
     tfidf = measured.tfidf
@@ -444,8 +444,8 @@ def _examples(measured: Measured) -> Figures:
 
 
 def _example(measured: Measured, i: int, gain: float) -> Figures:
-    """Query number i of the ranking with its relevant, missed and predicted labels, as
-    `ReportInput.gains` has it.
+    """Query number i of the ranking with its relevant, missed and predicted labels, in the format
+    of `ReportInput.gains`.
     """
     ranking = measured.ranking
     dataset = ranking.dataset

@@ -1,11 +1,11 @@
 """Stages `gate` (may the challenger replace the champion? every check is recorded, passed or not)
 and `promote`.
 
-Both bundles are fetched from the registry, their hashes are checked, each is served in a fresh
-process, and both rank the current test split from its texts by the same code, each with its own
-tokenizer. Queries that one of them was trained on are left out. Labels are matched by uid.
+Both bundles are fetched from the registry and their hashes checked. Each is served in a fresh
+process, and both rank the texts of the current test split by the same code, each with its own
+tokenizer. Queries that either was trained on are left out. Labels are matched by uid.
 
-Legend: N test queries that neither has seen, K places, B labels of a bundle.
+Legend: N test queries that neither has seen, K results per query, B labels of a bundle.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ if TYPE_CHECKING:
 
 GATE_JSON = Path("outputs/gate.json")
 GATE_PAGE = Path("outputs/gate.html")
-_KEPT_COPIES = 10  # local copies of bundles
+_KEPT_COPIES = 10  # local copies of bundles that are kept
 _BLOCK = 1024  # queries ranked at a time
-# at most so many labels more than K are searched, in place of those that the data set lacks
+# maximum number of extra results searched to replace labels that the data set lacks
 _MOST_REMOVED = 3 * K
 PROBE_K = 10
 RUNTIME: Runtime = "auto"  # as `unidec serve` encodes queries
-_MEASUREMENTS = 3  # of both bundles in turn, at most; repeated while a time fails the challenger
+_MEASUREMENTS = 3  # at most, of both bundles in turn; repeated while the challenger fails a time
 _TIMEOUT = 600.0  # seconds until a fresh process counts as hung
 _TIMES = ("load_seconds", "load_cpu_seconds", "p50_ms", "p95_ms", "p95_cpu_ms")
 
@@ -78,7 +78,7 @@ class Verdict:
     """Whether a challenger may become champion, and why.
 
     Attributes:
-        already: it is the champion.
+        already: the challenger is the champion already.
         challenger, champion: versions; champion is None without one.
         metrics: headline metrics of "challenger" and "champion" in percent; empty if they were not
         compared.
@@ -100,8 +100,7 @@ def gate(params: Params, version: str | int = CHALLENGER) -> Verdict:
     """Compare a version with the champion and check that it can be served; the verdict is written
     to files and tags.
 
-    Without a champion the version only has to be servable. The champion itself passes without any
-    check.
+    Without a champion, the version only has to be servable. The champion itself passes unchecked.
 
     Args:
         version: number or alias.
@@ -160,11 +159,11 @@ def gate(params: Params, version: str | int = CHALLENGER) -> Verdict:
 
 
 def needs_gate(params: Params, version: str | int) -> bool:
-    """Whether the gate could decide anything new about a version.
+    """Whether the gate could reach a new verdict on a version.
 
-    Yes without a champion. No for the champion itself, for a version that was rolled back, and for
-    a refused version while the conditions of the refusal (champion, data set, gate settings,
-    uncommitted changes) are the same.
+    True without a champion. False for the champion itself, for a version that was rolled back, and
+    for a refused version while the conditions of the refusal (champion, data set, gate settings,
+    uncommitted changes) are unchanged.
     """
     _, challenger, champion = _versions(params, version)
     if champion is None:
@@ -195,7 +194,7 @@ def promote(
 
 
 def _conditions(params: Params, challenger: ModelVersion, champion: ModelVersion | None) -> str:
-    """A hash of everything beside the model that a verdict depends on."""
+    """A hash of everything that a verdict depends on, apart from the model."""
     facts = {
         "champion": champion and str(champion.version),
         "data": paths.open_dataset().sha256,
@@ -246,8 +245,8 @@ def _provenance(version: ModelVersion, champion: ModelVersion | None, rules: Gat
 
 
 def _with_commit(client: MlflowClient, version: ModelVersion) -> ModelVersion:
-    """The version; if its uncommitted changes have been committed since, its tags now name that
-    commit.
+    """The version; if its uncommitted changes have been committed since, its tags are updated to
+    name the current commit.
     """
     if version.tags.get(DIRTY_TAG) != "true" or uncommitted(version.tags):
         return version
@@ -267,7 +266,7 @@ def _checks(
     "comparison".
     """
     rules = params.gate
-    # only its labels changed: it need not be better
+    # only the labels changed: the challenger need not be better
     if challenger.tags.get("start.kind") == "refresh":
         rules = rules.model_copy(update={"margin": min(rules.margin, -rules.tolerance)})
     checks = _provenance(challenger, champion, rules)
@@ -303,7 +302,7 @@ def _checks(
     ranked = {}
     details["labels"] = {}
     for which, folder in folders.items():
-        # its hashes were checked when it was fetched
+        # hashes were checked when the bundle was fetched
         bundle = Bundle.load(folder, verify=False, device=device)
         ranked[which], details["labels"][which] = rank_queries(bundle, dataset, rows)
     propensity = paths.open_propensity()
@@ -325,11 +324,12 @@ def servability(
     bundle's measurements.
 
     Args:
-        folders: of the bundles "challenger" and, if there is one, "champion".
+        folders: folders of the bundles "challenger" and, if there is one, "champion".
         texts: probe queries.
 
     Returns:
-        no measurements if the challenger cannot be served; none of the champion if it cannot.
+        checks, and measurements: {} if the challenger cannot be served; without the champion if
+        that cannot be served.
     """
     probes: dict[str, Probe] = {}
     timeout = max(_TIMEOUT, 2 * rules.bound("max_load").own) + len(texts)
@@ -340,9 +340,9 @@ def servability(
             except ArtifactError as error:
                 if "challenger" not in probes:
                     return [Check("loads", False, None, None, str(error).replace("\n", " "))], {}
-                # the champion cannot be served: there is nothing to compare times and sizes with
+                # the champion cannot be served, so there are no times and sizes to compare with
                 continue
-            # the shortest times count: other processes only add to them
+            # the shortest times count: other processes can only increase them
             before = probes.get(name, probe)
             shortest = {time: min(getattr(probe, time), getattr(before, time)) for time in _TIMES}
             probes[name] = replace(probe, **shortest)
@@ -355,7 +355,7 @@ def servability(
 
 def resource_checks(probes: Mapping[str, Probe], rules: Gate) -> list[Check]:
     """Checks of processor time and size as multiples of the champion's, and of wall time and size
-    against the limits that are set.
+    against the configured limits.
     """
     probe = probes["challenger"]
     champion = probes.get("champion")
@@ -415,7 +415,7 @@ def rank_queries(
 
 
 def own_texts(bundle: Bundle, dataset: XMCDataset, rows: np.ndarray) -> list[str]:
-    """Texts of queries, with or without their content as in the training of the bundle's model."""
+    """Texts of queries, with or without content as in the training of the bundle's model."""
     return dataset.query_texts(rows, cast(Text, bundle.info.text))
 
 

@@ -1,4 +1,4 @@
-"""Stage `index`: write outputs/bundle; `unidec index tune`: find a fast index of enough recall."""
+"""Stage `index` writes outputs/bundle. `unidec index tune` finds a fast index of enough recall."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from unidec.ranking.neighbours import Neighbours
 from unidec.ranking.ranker import Ranker
 from unidec.training.precision import choose_device
 
-CALIBRATED = 10  # predictions per query that the calibration is fitted to: those that users look at
+CALIBRATED = 10  # predictions per query that the calibration is fitted to: those that users see
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Indexed:
     """The bundle that was written.
 
     Attributes:
-        clf_weight, knn_weight: of the classifier and of the votes in its scores. fusion: whether a
-            fusion ranks instead. calibrated: whether scores have probabilities.
+        clf_weight, knn_weight: weights of the classifier and of the votes in its scores. fusion:
+            whether a fusion ranks instead. calibrated: whether scores have probabilities.
         validation: headline metrics in percent; empty without a validation split.
     """
 
@@ -65,9 +65,9 @@ class Tuned:
     """Kinds of index, measured on a bundle.
 
     Attributes:
-        k: results per query. wanted: recall of the first k, 0 to 1. queries: a description of the
-        queries.
-        chosen: the fastest index that reaches the wanted recall; None: none does.
+        k: results per query. wanted: required recall of the first k, 0 to 1. queries: a description
+            of the queries.
+        chosen: the fastest index that reaches the required recall; None: none does.
     """
 
     bundle: str
@@ -97,8 +97,8 @@ def _neighbours(params: Params, model: UniDEC, dataset: XMCDataset) -> Neighbour
 def index(params: Params) -> Indexed:
     """Build the bundle of outputs/model.
 
-    Weights that are "auto" are tuned on the validation split, whose queries vote with the training
-    queries afterwards. If the votes get no weight, the bundle contains no queries.
+    Weights that are "auto" are tuned on the validation split. Afterwards, its queries vote together
+    with the training queries. If the votes get no weight, the bundle contains no queries.
     """
     settings = params.index
     precision = params.optim.precision

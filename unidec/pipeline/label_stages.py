@@ -1,6 +1,4 @@
-"""Label changes without training: write a bundle with other labels, by default to
-outputs/refreshed.
-"""
+"""Label changes without training: write a bundle with other labels (default: outputs/refreshed)."""
 
 from __future__ import annotations
 
@@ -36,11 +34,11 @@ class ChangedLabels:
         changed: whether any label differs. bundle: the new bundle's folder; None: nothing was
         written.
         added, removed, renamed, kept: numbers of labels.
-        parent, reason: of `refresh_labels`: the refreshed version, and a sentence on what changed
+        parent, reason: by `refresh_labels`: the refreshed version, and a sentence on what changed
         or why nothing did.
-        labels, estimated: of `change_labels`: numbers of all labels, and of those whose classifier
+        labels, estimated: by `change_labels`: numbers of all labels, and of those whose classifier
         rows are estimates.
-        registered: of `change_labels`: the new version.
+        registered: by `change_labels`: the new version.
     """
 
     changed: bool
@@ -89,7 +87,7 @@ def change_labels(
     # writing the new bundle checks the hashes of the source
     bundle = _open(f"{source}", params, verify=dry_run)
     if register and not dry_run:
-        # reports an unregistered source before the work
+        # report an unregistered source before doing any work
         parent_version(params, bundle.sha256, str(bundle.path))
     change = LabelChange.edit(bundle, add, remove, update, examples)
     counts: Any = change.counts
@@ -112,8 +110,8 @@ def _open(address: str, params: Params, verify: bool = True) -> Bundle:
 
 
 def refresh_labels(params: Params, version: str | int = "champion") -> ChangedLabels:
-    """Give a registered bundle the label set of data/dataset, and, if training queries vote in it,
-    today's queries.
+    """Give a registered bundle the label set of data/dataset and, if training queries vote in it,
+    the current training queries.
 
     Args:
         params: all parameters.
@@ -152,8 +150,8 @@ def refresh_labels(params: Params, version: str | int = "champion") -> ChangedLa
 
 
 def _voters(bundle: Bundle, dataset: XMCDataset) -> Neighbours | None:
-    """The data set's training queries as voters, compared as in the bundle; None if the bundle has
-    no votes.
+    """The data set's training queries as voters, compared in the same way as in the bundle; None if
+    the bundle has no votes.
     """
     rows = dataset.rows("train")
     knn = bundle.info.knn

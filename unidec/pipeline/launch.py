@@ -3,7 +3,7 @@
 A phase of a training runs on all ranks in one of two ways:
 
 - `torchrun`, for `run.devices` above 1: starts torchrun with a `worker` per device and returns the
-  first rank's report. Signals are passed on to the processes, and none of them outlives the call.
+  first rank's report. Signals are forwarded to the processes, and no process outlives the call.
 - `torchrun_ranks`, if the user started torchrun (`torchrun --nproc-per-node 8 -m unidec.cli train`,
   also on several machines): the first rank runs the whole command; the other ranks join it in each
   phase.
@@ -86,7 +86,7 @@ def torchrun_ranks(params: Params, work: Work) -> Iterator[tuple[bool, Launcher 
     try:
         yield True, launcher
     except UnidecError as error:
-        # the others wait for the next phase; within one they notice an error themselves
+        # other ranks wait for the next phase; within a phase, they detect the error themselves
         if not in_phase:
             ranks.share({"exit_code": error.exit_code})
         raise
@@ -108,7 +108,7 @@ def torchrun(name: str, params: Params, run_dir: Path, accept: Collection[str]) 
         process = _start(params.run.devices, folder, params.run.restarts)
         try:
             code = process.wait()
-        except BaseException:  # a signal: all processes must have ended before it takes effect
+        except BaseException:  # e.g. a signal: all processes must end before it takes effect
             process.terminate()  # makes the ranks save a checkpoint
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_S + 10)  # torchrun kills workers that do not end in time
@@ -187,9 +187,9 @@ def _result(folder: Path, code: int) -> dict[str, Any]:
 
 
 def _outcomes(folder: Path) -> list[dict[str, Any]]:
-    """The files that `worker` processes wrote: {"report"} of the first rank; {"message",
-    "exit_code"} of ranks with an error, with exit code 0 if the rank only lost the connection to
-    another one.
+    """Contents of the files that `worker` processes wrote: {"report"} from the first rank;
+    {"message", "exit_code"} from ranks with an error, with exit code 0 if the rank only lost the
+    connection to another one.
     """
     return [read_json(file) for file in sorted(folder.glob("rank-*.json"))]
 
@@ -199,8 +199,8 @@ def worker(folder: Path, work: Work) -> int:
 
     The first rank writes its report to rank-0.json. A known error is written to rank-<rank>.json,
     for the launcher to raise; the exit code is then 0, so that torchrun does not restart the
-    processes. Anything else that ends a rank (a signal, a lost connection, a bug) has another exit
-    code.
+    processes. Anything else that ends a rank (a signal, a lost connection, a bug) gives a nonzero
+    exit code.
     """
     watch(os.getppid())
     job = read_json(folder / "job.json")
@@ -219,7 +219,7 @@ def worker(folder: Path, work: Work) -> int:
     except UnidecError as error:
         lost = isinstance(error, LostRank)
         write_json(outcome, {"message": str(error), "exit_code": 0 if lost else error.exit_code})
-        # a rank with an error writes it before its connections close
+        # a rank writes its error before it closes its connections
         if lost and not any(other.get("exit_code") for other in _outcomes(folder)):
             print(f"rank {rank}: {error}", file=sys.stderr)
             return 1

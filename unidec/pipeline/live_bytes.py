@@ -1,5 +1,5 @@
-"""Bytes of the tensors of a computation, also of tensors without values, and attention as a GPU
-keeps it.
+"""Counts the bytes of a computation's tensors, including tensors without values, and imitates the
+memory use of attention on a GPU.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages of all tensors that operations inside the block return: now, and at
-    most.
+    """Current and peak bytes of the storages of all tensors that operations inside the block
+    return.
 
-    What an operation allocates and frees within itself is not seen, nor are arrays of numpy. The
-    value of a tensor without values is 0.
+    Memory that an operation allocates and frees internally is not counted, nor are numpy arrays.
+    Reading the value of a tensor without values gives 0.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class LiveBytes(TorchDispatchMode):
         self._bytes: dict[int, int] = {}
 
     def add(self, tensor: Tensor) -> None:
-        """Count a tensor that was there before."""
+        """Count a tensor, including one created before the block."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._bytes:
@@ -53,7 +53,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class _Attention(torch.autograd.Function):
-    """What a GPU's fused attention keeps for its backward pass: no scores."""
+    """Keeps what fused attention on a GPU keeps for its backward pass: no attention scores."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ HOLDER = ".train.holder"
 # environment variable of subprocesses: which process holds the locks of which folders
 HELD = "UNIDEC_LOCK"
 _OF_PARENT = os.environ.get(HELD)
-_held: list[str] = []  # folders whose lock this process holds: its threads may train in several
-_changing = threading.Lock()  # of `_held` and the variable
+_held: list[str] = []  # folders whose lock this process holds; threads may train in several folders
+_changing = threading.Lock()  # guards `_held` and the environment variable
 
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ def one_at_a_time(folder: Path | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _shown_to_children(folder: str) -> Iterator[None]:
-    """Name a folder in `HELD` inside the block, beside those of other threads."""
+    """List a folder in `HELD` inside the block, besides the folders of other threads."""
     with _changing:
         _held.append(folder)
         _set_held()
@@ -97,8 +97,8 @@ def _set_held() -> None:
 def replaces_inputs() -> Iterator[None]:
     """`one_at_a_time` for a stage that replaces inputs of training.
 
-    It is also allowed in the process that holds the lock and in stages which that process starts
-    through DVC: they run before the training opens its data.
+    Unlike `one_at_a_time`, it also succeeds in the process that holds the lock and in stages that
+    this process starts through DVC: they run before the training opens its data.
 
     Raises:
         TrainingError: as `one_at_a_time`.

@@ -1,8 +1,9 @@
-"""Marks of the server's page as data for the next training: the ingested data set with them, as new
-tables.
+"""Turns marks from the server's page into data for the next training: writes new tables with the
+ingested data set and the marks.
 
-A mark *relevant* becomes a pair, a mark *not relevant* a filter pair. Splits stay as they are:
-marks on held-out queries are not used, and a query that is new trains."""
+A mark *relevant* becomes a pair, a mark *not relevant* a filter pair. Splits do not change: marks
+on held-out queries are not used, and new queries become training queries.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +25,14 @@ from unidec.errors import ConfigError, DataError
 from unidec.pipeline import paths
 
 FILES = ("queries.jsonl", "labels.jsonl", "pairs.jsonl", "filters.jsonl")
-NEW = "feedback-"  # begins the ids of queries that come from marks
+NEW = "feedback-"  # prefix of the ids of queries that come from marks
 _COLUMNS = ("query", "label", "relevant", "at")
-_NAMED = 20  # labels that no label of the data set has
+_NAMED = 20  # maximum number of unknown labels that are listed
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Whether a label is relevant for a query, by a person's judgement; `at`: the time, "" if
-    unknown.
-    """
+    """A person's judgement of whether a label is relevant for a query; `at`: its time, or ""."""
 
     query: str
     label: str
@@ -43,19 +42,19 @@ class Mark:
 
 @dataclass
 class FromFeedback:
-    """What became of the marks.
+    """How the marks were used.
 
     Attributes:
-        marks: judgements that count, one for each query and label; `repeated`: earlier ones that a
-        later one replaced.
-        pairs, filter_pairs: added. removed: pairs, and filter pairs, that the marks contradict.
+        marks: latest judgements, one for each query and label; `repeated`: earlier judgements that
+        a later one replaced.
+        pairs, filter_pairs: added ones. removed: pairs and filter pairs that the marks contradict.
         queries: new training queries.
-        unchanged: marks that say what the data says.
+        unchanged: marks that agree with the data.
         test, validation: marks on queries of that split; not used.
-        only_negative: marks on new queries without a relevant label; nothing is learnt from them,
-        so not used.
-        unknown: marks of labels that the data set does not have; not used. unknown_labels: the
-        first of them.
+        only_negative: marks on new queries without a relevant label; not used, since nothing can be
+        learnt from them.
+        unknown: marks on labels that the data set does not have; not used. unknown_labels: the
+        first of these labels.
         output: folder of the tables.
     """
 
@@ -75,14 +74,14 @@ class FromFeedback:
 
 
 def from_feedback(params: Params, files: Sequence[Path], output: Path) -> FromFeedback:
-    """Write data/dataset with the marks of these files as tables, in a new folder or one of an
-    earlier call.
+    """Write data/dataset, changed by the marks in these files, as tables to a new folder or to one
+    from an earlier call.
 
-    The same marks again change nothing, also if the tables were ingested meanwhile. Lines that were
-    cut off are skipped with a warning.
+    Applying the same marks again changes nothing, even if the tables were ingested meanwhile.
+    Truncated lines are skipped with a warning.
 
     Raises:
-        DataError: a file is no file of marks. ConfigError: the folder holds something else.
+        DataError: a file is not a file of marks. ConfigError: the folder holds something else.
             ArtifactError: there is no data set, or the folder cannot be written.
     """
     _check_output(output)
@@ -102,10 +101,10 @@ def from_feedback(params: Params, files: Sequence[Path], output: Path) -> FromFe
 
 
 def read_marks(path: Path) -> list[Mark]:
-    """The marks of a file of `serve.feedback`, in its order.
+    """The marks in a file written for `serve.feedback`, in file order.
 
     Raises:
-        DataError: a row is no mark.
+        DataError: a row is not a mark.
     """
     marks = []
     for line, row in readable_rows(path, _COLUMNS):
@@ -126,7 +125,7 @@ def read_marks(path: Path) -> list[Mark]:
 
 
 def same_text(text: str) -> str:
-    """What two texts have in common that differ in case and white space only."""
+    """Normalise case and white space; texts that differ only in these become equal."""
     return " ".join(text.lower().split())
 
 
@@ -144,7 +143,7 @@ def _check_output(folder: Path) -> None:
 
 
 class _Tables:
-    """The rows of the tables: those of a data set, changed by marks."""
+    """The rows of the tables: a data set's rows, changed by marks."""
 
     def __init__(self, dataset: XMCDataset, text: Any, result: FromFeedback) -> None:
         self.dataset = dataset

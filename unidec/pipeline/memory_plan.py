@@ -1,9 +1,9 @@
-"""Memory of a training: how much it needs, whether that fits here, and settings that would fit
-(`unidec plan`).
+"""Memory of a training: how much it needs, whether this fits on the machine, and settings that
+would fit (`unidec plan`).
 
-Weights, tables and their optimisers' state are exact, and the largest step is run once without its
-memory (`unidec.pipeline.memory_probe`). Clustering, mining and the index are upper estimates.
-Memory-mapped files do not count: the system drops their pages if needed.
+Sizes of weights, tables and optimiser states are exact, and the largest step is simulated without
+allocating memory (`unidec.pipeline.memory_probe`). Clustering, mining and the index are upper
+estimates. Memory-mapped files do not count: the system drops their pages if needed.
 
 Legend: L labels, n training rows, D width of a head, W width of the encoder.
 """
@@ -58,20 +58,21 @@ PHASES: dict[Phase, str] = {
     "refresh": "clustering and mining",
     "index": "validation and indexing",
 }
-# share of the free memory to keep free: allocators round up and fragment, other processes need some
+# share of the free memory to leave free: for allocators, which round up and fragment, and for other
+# processes
 MARGIN = 0.05
 FP16 = 2
 FP32 = 4
 INT32 = 4
 INT64 = 8
-CONTEXT_BYTES = 512 << 20  # the GPU's driver, its libraries and cuBLAS's workspaces: an assumption
-_ROW_SETS = 2  # copies of a step's classifier rows: those in use, and those being written back
+CONTEXT_BYTES = 512 << 20  # assumed size of the GPU driver, its libraries and cuBLAS's workspaces
+_ROW_SETS = 2  # copies of a step's classifier rows: rows in use, and rows being written back
 _BLOCK = 1 << 16  # rows that are projected or scored together
-# most points that clustering looks at together, on a GPU and on a CPU
+# maximum number of points that clustering processes together: on a GPU (True), on a CPU (False)
 _POINTS = {True: 1 << 20, False: 1 << 16}
-_NAME_BYTES = 57  # of a Python string, and of its characters 8 a token
-# tried in this order: first settings that do not change what is learnt, then lower precision, then
-# less data
+_NAME_BYTES = 57  # overhead of a Python string; its characters are estimated at 8 bytes per token
+# in the order in which they are tried: first settings that do not change what is learnt, then lower
+# precision, then less data
 REMEDIES: tuple[Settings, ...] = (
     {"run.recompute": True},
     {"optim.encode_chunk": 256},
@@ -88,7 +89,7 @@ REMEDIES: tuple[Settings, ...] = (
 
 @dataclass(frozen=True)
 class Amount:
-    """Bytes of memory: their purpose, where they are held, and in which phase."""
+    """An amount of memory: its purpose, where it is held, and in which phase."""
 
     name: str
     place: Place
@@ -113,31 +114,31 @@ class Plan:
     advice: Settings | None = None
 
     def held(self, place: Place, phase: Phase) -> list[Amount]:
-        """What is held at a place in a phase, the largest amounts first."""
+        """The amounts held at a place in a phase, largest first."""
         phases = ("always", phase)
         here = [a for a in self.amounts if a.place == place and a.phase in phases]
         return sorted(here, key=operator.attrgetter("num_bytes"), reverse=True)
 
     def needed(self, place: Place) -> dict[Phase, int]:
-        """Bytes at a place in each phase, including what is held all the time."""
+        """Bytes needed at a place in each phase, including those held all the time."""
         return {
             phase: sum(amount.num_bytes for amount in self.held(place, phase)) for phase in PHASES
         }
 
     def peak(self, place: Place) -> tuple[Phase, int]:
-        """The phase that needs most memory at a place, and its bytes."""
+        """The phase that needs the most memory at a place, and the bytes it needs."""
         return max(self.needed(place).items(), key=operator.itemgetter(1))
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of weights, tables and their optimisers' state: of one rank on a GPU, of all ranks
-        on a CPU.
+        """Bytes of weights, tables and their optimiser states: per rank on a GPU, of all ranks on a
+        CPU.
         """
         return sum(amount.num_bytes for amount in self.amounts if amount.name in STATE)
 
     @property
     def shortages(self) -> dict[Place, float]:
-        """Places where the training does not fit: needed memory divided by free memory."""
+        """Ratio of needed to free memory at each place where the training does not fit."""
         shortages = {}
         for place, free in self.free.items():
             _, needed = self.peak(place)
@@ -167,12 +168,12 @@ class Plan:
         return " and ".join(parts)
 
     def settings(self, form: str) -> list[str]:
-        """The settings of `advice` in this form, such as "--set {}={}"."""
+        """The settings of `advice` in a format such as "--set {}={}"."""
         advice = self.advice or {}
         return [form.format(key, str(value).lower()) for key, value in advice.items()]
 
     def as_dict(self) -> dict[str, object]:
-        """The plan for JSON; the peak of a place is its phase and bytes."""
+        """The plan for JSON; "peaks" has the phase and the bytes of each place's peak."""
         return {
             "fits": not self.short,
             "state_bytes": self.state_bytes,
@@ -188,15 +189,15 @@ class Plan:
         }
 
     def lines(self) -> list[str]:
-        """The plan as printed: the largest amounts of each place, whether it fits, and settings
-        that would.
+        """The plan as printed: the largest amounts at each place, whether the training fits, and
+        settings with which it would.
         """
         used = {place: name for place, name in PLACES.items() if self.peak(place)[1]}
         return render_text("plan.txt", plan=self, used=used, phases=PHASES, gib=gib).splitlines()
 
 
 def gib(num_bytes: float) -> str:
-    """ "1.23 GiB", small amounts in MiB."""
+    """Format bytes as "1.23 GiB"; small amounts in MiB."""
     mib = num_bytes / 2**20
     return f"{mib / 1024:,.2f} GiB" if mib >= 102.4 else f"{mib:,.2f} MiB"
 
@@ -204,7 +205,7 @@ def gib(num_bytes: float) -> str:
 def _state_and_step(
     params: Params, sizes: Sizes, measured: Measured, gpu: bool
 ) -> Iterable[Amount]:
-    """What is held from step to step, exact to the byte, and what a step allocates and frees."""
+    """Memory held between steps, exact to the byte, and memory that a step allocates and frees."""
     place = params.run.table_place
     for name, num_bytes in measured.state.items():
         yield Amount(name, place if name == ROWS else "device", num_bytes)
@@ -229,8 +230,8 @@ def _shortlist(params: Params, sizes: Sizes) -> int:
 
 
 def _attention(params: Params, sizes: Sizes, gpu: bool) -> int:
-    """Bytes of scores and weights of a chunk of long texts while it is encoded, where attention is
-    not fused.
+    """Bytes of attention scores and weights while a chunk of long texts is encoded; 0 if attention
+    is fused.
     """
     encoder = params.encoder
     longest = min(params.tokens.max_length, max(sizes.query_tokens[1], sizes.label_tokens[1]))
@@ -246,8 +247,8 @@ def _attention(params: Params, sizes: Sizes, gpu: bool) -> int:
 
 
 def _refresh(params: Params, sizes: Sizes, width: int, gpu: bool) -> Iterable[Amount]:
-    """A refresh: clustering copies up to half of the points (a GPU holds all of them), or of a
-    part of them; mining holds all vectors on a GPU, and a tile of scores.
+    """Memory of a refresh: clustering copies up to half of the points or of a part of them (a GPU
+    also holds all points); mining holds all vectors on a GPU, and a tile of scores.
     """
     yield Amount("attention of long texts", "device", _attention(params, sizes, gpu), "refresh")
     shortlist = _shortlist(params, sizes)
@@ -276,7 +277,7 @@ def _refresh(params: Params, sizes: Sizes, width: int, gpu: bool) -> Iterable[Am
 
 
 def _texts_on_disk(params: Params, texts: int, gpu: bool) -> int:
-    """How many of these texts have their vectors in a file: all, or none."""
+    """The number of these texts whose vectors are stored in a file: all, or none."""
     may_be = not gpu and params.run.devices == 1
     return texts if may_be and vectors_on_disk(texts, params.model.dim) else 0
 
@@ -310,8 +311,8 @@ def _index(params: Params, sizes: Sizes, measured: Measured) -> Iterable[Amount]
 
 def advise(params: Params, plan_of: Callable[[Params], Plan]) -> Settings | None:
     """Settings with which a training fits: a single one of `REMEDIES` or a smaller batch; if no
-    single one is enough, those that help, combined one after another; None if even all of them are
-    not enough.
+    single one is enough, those that help, added one after another; None if all of them together do
+    not suffice.
     """
 
     def missing(settings: Settings) -> float:
@@ -335,7 +336,7 @@ def advise(params: Params, plan_of: Callable[[Params], Plan]) -> Settings | None
 
 
 def _smaller_batches(params: Params) -> Iterable[Settings]:
-    """Batches and pools of half the size, a quarter, ...; of at least 16 queries."""
+    """Batches and pools of half the size, a quarter, and so on, with at least 16 queries."""
     pool = params.pool
     size = pool.size or pool.batch_size * (pool.beta + pool.eta)
     for half in range(1, pool.batch_size.bit_length() - 4):
@@ -348,13 +349,13 @@ def plan_memory(
     free: Free | None = None,
     training_only: bool = False,
 ) -> Plan:
-    """Find the memory of a training and compare it with the free memory.
+    """Estimate the memory of a training and compare it with the free memory.
 
     Args:
         params: all parameters.
-        sizes: of the data; None: of the ingested data set.
-        free: free bytes by place, instead of measured ones. With "device", a GPU of another
-            machine, nothing is measured here.
+        sizes: None: those of the ingested data set.
+        free: free bytes by place, instead of measured ones. With "device", the memory of another
+            machine's GPU, nothing is measured on this machine.
         training_only: omit the index, which can be built on another machine.
     """
     sizes = sizes or stored_sizes(params)
@@ -395,7 +396,7 @@ def plan_memory(
 
 
 def _of_all_ranks(amount: Amount, ranks: int, gpu: bool) -> Amount:
-    """All ranks are processes of one machine, with a GPU each, or on its CPU."""
+    """The amount for all ranks of a machine: each has a separate GPU, or all share the CPU."""
     if amount.place == "disk" or (amount.place == "device" and gpu):
         return amount
     return replace(amount, place="host", num_bytes=amount.num_bytes * ranks)
@@ -422,7 +423,7 @@ def stored_sizes(params: Params) -> Sizes:
 
 
 def _mean_and_most(tokens: Tokens) -> tuple[float, int]:
-    """Tokens of a text."""
+    """Mean and maximum number of tokens of a text."""
     lengths = tokens.lengths()
     return float(lengths.mean()), int(lengths.max())
 
@@ -433,7 +434,7 @@ def check_fits(params: Params, free: Free | None = None) -> None:
     """
     if not params.run.check_memory:
         return
-    # a run replaces or reuses their files
+    # a run replaces or reuses the files in these folders
     reusable = sum(map(folder_bytes, (paths.CACHE, paths.MODEL, paths.BUNDLE, paths.RUNS)))
     known: Free = {"disk": available_disk(paths.RUNS) + reusable}
     plan = plan_memory(params, free={**known, **(free or {})}, training_only=True)
@@ -455,8 +456,8 @@ def check_fits(params: Params, free: Free | None = None) -> None:
 def plan_command(
     params: Params, labels: int | None, queries: int | None, tokens: int | None, device: str | None
 ) -> Plan:
-    """The plan of `unidec plan`, for another data set with these sizes or (None) data/dataset, and
-    for another GPU with this memory, such as "16GiB", or (None) this machine.
+    """The plan of `unidec plan`: for a data set of these sizes, or (None) data/dataset; and for a
+    GPU with this memory, such as "16GiB", or (None) this machine.
     """
     sizes = Sizes.given(labels, queries, tokens) if labels and queries and tokens else None
     if sizes is None and (labels or queries or tokens):

@@ -1,5 +1,6 @@
-"""Measures the memory of a training and of its largest step, without memory and work: all is real,
-on tensors without values whose bytes are counted, but of a transformer only two chunks of texts.
+"""Measures the memory of a training and of its largest step without allocating or computing: the
+real code runs on tensors without values, whose bytes are counted, but a transformer encodes only
+two chunks of texts.
 
 Legend: B queries of a batch, L labels, W width of the encoder, C texts of a chunk, T tokens.
 """
@@ -75,7 +76,7 @@ DENSE = "encoder and heads"
 TOKENS = "token table"
 ROWS = "classifier rows"
 STATE = (DENSE, TOKENS, ROWS)
-# what a step depends on, but for the number of its activations that are held together
+# parameters that a step depends on, except for how many activations are held at the same time
 DECISIVE: dict[str, Any] = {
     "encoder": True,
     "model": True,
@@ -88,7 +89,7 @@ DECISIVE: dict[str, Any] = {
     "run": {"devices", "table_place"},
 }
 _OF_TRANSFORMER = {"name", "trainable_layers", "lora"}
-# a step over all labels is probed with at most so many of them: what it needs grows by the label
+# maximum number of labels in a probe of a step over all labels; its memory is linear in the labels
 MOST_TEXTS = 1 << 12
 MOST_LABELS = 1 << 17
 
@@ -98,9 +99,9 @@ class Measured:
     """Bytes of a training, by part.
 
     Attributes:
-        state: held from step to step, exact: those of `STATE`, with their optimisers' state.
-        step: allocated and freed in the largest step.
-        num_queries, num_labels: of that step. width: W.
+        state: bytes held between steps, exact: parts in `STATE`, with their optimiser states.
+        step: bytes allocated and freed in the largest step.
+        num_queries, num_labels: sizes of that step. width: W.
     """
 
     state: dict[str, int]
@@ -111,9 +112,7 @@ class Measured:
 
 
 class _OneOf(Ranks):
-    """The first of several ranks, without the others: what they would send is memory without
-    values.
-    """
+    """One of several ranks, without the others: tensors that they would send have no values."""
 
     def sum_rows(self, tables: Any) -> None:
         pass
@@ -126,14 +125,14 @@ class _OneOf(Ranks):
 
 
 class _Builder(InputBuilder):
-    """Chunks of texts as on a GPU."""
+    """Divides texts into chunks as on a GPU."""
 
     chunk_tokens = GPU_CHUNK_TOKENS
 
 
 def encoder_config(name: str) -> Any:
-    """The config of a transformer, whose weights are not needed: of a folder or name that
-    `resolve_encoder` finds, or of one of `KNOWN`; raises its errors and those of
+    """The config of a transformer, without its weights: from a folder or name that
+    `resolve_encoder` finds, or of a name in `KNOWN`; raises the errors of `resolve_encoder` and
     `transformer_config`.
     """
     from transformers import AutoConfig
@@ -152,8 +151,8 @@ def _known(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Bytes of a chunk of texts in a transformer: held for its backward pass, by the token; held
-    once for all chunks (casts of weights); allocated in its backward pass (gradients).
+    """Bytes of a chunk of texts in a transformer: held for the backward pass, per token; held once
+    for all chunks (cast weights); allocated in the backward pass (gradients).
     """
 
     each_token: float = 0.0
@@ -193,12 +192,12 @@ def _measure_chunk(settings: str, shape: tuple[int, ...], *, gpu: bool, half: bo
 
 @functools.cache
 def no_memory() -> FakeTensorMode:
-    """The mode in which tensors have no values; made where it is needed, as it imports much."""
+    """The mode in which tensors have no values; created on first use, as its imports are slow."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _transformer(encoder: Encoder, gpu: bool) -> torch.nn.Module:
-    """A transformer without values, with adapters if it trains by them."""
+    """A transformer without values, with adapters if it is trained with them."""
     return _cached_transformer(encoder.model_dump_json(include=_OF_TRANSFORMER), gpu)
 
 
@@ -217,19 +216,20 @@ def _cached_transformer(settings: str, gpu: bool) -> torch.nn.Module:
 
 
 def num_rows(params: Params, sizes: Sizes) -> int:
-    """Training rows at most: queries, and label texts that are queries."""
+    """Maximum number of training rows: queries, and label texts used as queries."""
     share = params.label_graph.share * params.pool.gandalf + params.pool.simcse
     queries = sizes.num_train * (params.pool.gandalf_rows != "labels")
     return queries + math.ceil(share * sizes.num_labels)
 
 
 def measure(params: Params, sizes: Sizes, *, gpu: bool, half: bool) -> Measured:
-    """What one rank of a training needs, of the largest step.
+    """Measure the memory of one rank of a training, and of its largest step.
 
     Args:
         gpu: the device is a GPU. half: transformers compute in bfloat16.
 
-    Raises ConfigError: more layers to train than the encoder has.
+    Raises:
+        ConfigError: more layers to train than the encoder has.
     """
     num_labels = sizes.num_labels
     whole = _Probe(params, sizes, num_labels, gpu=gpu, half=half)
@@ -241,12 +241,12 @@ def measure(params: Params, sizes: Sizes, *, gpu: bool, half: bool) -> Measured:
     tokens = step.tokens
     if few < num_labels:
         half_step = probe(few // 2)
-        times = (num_labels - few) / (few // 2)  # what the other half of them adds
+        times = (num_labels - few) / (few // 2)  # extrapolates from half of the labels
         heads += math.ceil(times * max(heads - half_step.heads, 0))
         tokens += math.ceil(times * max(tokens - half_step.tokens, 0))
     shape = step.chunk
     if params.run.recompute:
-        shape = (min(shape[0], GPU_CHUNK_TOKENS), *shape[1:])  # packs are small then
+        shape = (min(shape[0], GPU_CHUNK_TOKENS), *shape[1:])  # packs are then small
         tokens = math.prod(shape)
     transformer = 0
     if tokens:
@@ -264,7 +264,7 @@ def measure(params: Params, sizes: Sizes, *, gpu: bool, half: bool) -> Measured:
 
 
 def _fewer_labels(params: Params, num_labels: int) -> int:
-    """The number of labels of a probe: all, or fewer where a step uses them all."""
+    """Number of labels for a probe: all, or a limited number if each step uses all labels."""
     if "all" not in head_labels(params.model, params.pool):
         return num_labels
     encodes_all = encoded_labels(params.model, params.pool, params.model.clf_residual) == "all"
@@ -273,12 +273,12 @@ def _fewer_labels(params: Params, num_labels: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """A largest step.
+    """Measurements of a largest step.
 
     Attributes:
-        heads: bytes of all but the transformer. num_labels: in a pool.
-        tokens: those, with padding, whose activations the transformer keeps at the same time.
-        chunk: [C, T] of the chunk that takes most, or [F] of packed texts.
+        heads: bytes of everything but the transformer. num_labels: number of labels in a pool.
+        tokens: most tokens, with padding, whose activations the transformer keeps at a time.
+        chunk: shape of the most expensive chunk: [C, T], or [F] for packed texts.
     """
 
     heads: int
@@ -289,13 +289,13 @@ class _Step:
 
 @functools.cache
 def _largest_step(decisive: str, sizes: Sizes, num_labels: int, *, gpu: bool, half: bool) -> _Step:
-    """The step of the parameters of this JSON: equal ones are measured once."""
+    """The largest step with these parameters (JSON); equal parameters are measured once."""
     params = Params.model_validate_json(decisive)
     return _Probe(params, sizes, num_labels, gpu=gpu, half=half).step()
 
 
 class _Probe:
-    """A training without values, and its largest step."""
+    """A training on tensors without values, and its largest step."""
 
     def __init__(
         self, params: Params, sizes: Sizes, num_labels: int, *, gpu: bool, half: bool
@@ -305,14 +305,14 @@ class _Probe:
         self.num_labels = num_labels
         rows = num_rows(params, sizes)
         self.num_batch = min(queries_a_batch(params.pool, rows), rows)
-        # labels of the batch's queries, and its hard negatives
+        # labels of the batch's queries, and hard negatives
         num_used = self.num_batch * (sizes.labels_a_query + params.pool.eta)
         self.num_used = min(num_used, num_labels)
-        self.spacing = num_labels // self.num_used  # so that each rank has some of them
+        self.spacing = num_labels // self.num_used  # so that each rank has some of these labels
         self.gpu = gpu
         self.builder = _Builder if gpu else InputBuilder
         self.packs = gpu and half and is_packable(encoder_config(params.encoder.name))
-        # the last of them has the largest part
+        # the last rank has the largest part of the labels
         world = params.run.devices
         self.ranks = _OneOf(rank=world - 1, world=world)
         self.autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, enabled=half)
@@ -323,7 +323,7 @@ class _Probe:
         with no_memory(), self.live:
             self.model = self._new_model(transformer)
             self.optimisers = Optimisers(self.model, params.optim, 1000)
-        if size := params.model.labels_a_cluster:  # the host reads them
+        if size := params.model.labels_a_cluster:  # needs values: the host reads the clusters
             self.model.register_buffer(LABEL_CLUSTER, torch.arange(num_labels) // size)
 
     def _new_model(self, transformer: torch.nn.Module | None) -> UniDEC:
@@ -339,21 +339,21 @@ class _Probe:
         encoder = TextEncoder(settings, transformer, num_tokens, width, layers, dense=dense)
         add_adapters(encoder.transformer, settings.lora)
         encoder.transformer_vectors = self._outputs  # type: ignore[method-assign]
-        if encoder.bag is not None:  # the host reads them
+        if encoder.bag is not None:  # needs values: the host reads the flags
             encoder.bag._host_continues = np.arange(num_tokens) % 2 == 1
         return UniDEC(
             settings, self.params.model, self.num_labels, encoder, placement, add=additions
         ).train()
 
     def _outputs(self, batch: EncoderInput) -> Tensor:
-        """What the transformer returns, without its work."""
+        """Vectors in the shape that the transformer returns, without computing them."""
         encoder = self.model.encoder
         is_trained = not encoder.takes_vectors
         assert encoder.transformer is not None
         return torch.zeros(batch.num_texts, encoder.transformer.width, requires_grad=is_trained)
 
     def state(self) -> dict[str, int]:
-        """Weights, tables and their optimisers' state."""
+        """Bytes of weights, tables and their optimiser states, by part."""
         state = dict.fromkeys(STATE, 0)
         tables = self.optimisers.row_states()
         for name, rows in tables.items():
@@ -361,7 +361,7 @@ class _Probe:
             state[part] += sum(tensor.nbytes for tensor in rows.values())
         for name, weight in self.model.named_parameters():
             if name.removesuffix(".weight") not in tables:
-                moments = 2 * weight.requires_grad  # AdamW's
+                moments = 2 * weight.requires_grad  # of AdamW
                 state[DENSE] += weight.nbytes * (1 + moments)
         return state
 
@@ -374,7 +374,7 @@ class _Probe:
         given = {id(vectors): vectors for vectors in batch.added.get(TeacherLoss.name, {}).values()}
         begin = self.live.now - sum(vectors.nbytes for vectors in given.values())
         with no_memory(), self.live as live, warnings.catch_warnings():
-            # a table whose rows are all used compares addresses, which are the same here
+            # a table whose rows are all used compares data pointers, equal for fake tensors
             warnings.filterwarnings("ignore", "Accessing the data pointer", UserWarning)
             x_BW, backward = encode_texts(self.model.encoder, batch.texts, self.autocast)
             losses = objective.losses(x_BW, batch, 0)
@@ -426,8 +426,8 @@ class _Probe:
         return batches, objective
 
     def _pairs(self) -> TrainingPairs:
-        """Queries with as many labels as the mean; behind those of the batch others that have the
-        same labels.
+        """Queries that each have the mean number of labels: the batch's queries, followed by others
+        with the same labels.
         """
         num_queries = self.num_batch * (1 + self.params.model.clf_queries)
         each = self.sizes.labels_a_query
@@ -444,7 +444,7 @@ class _Probe:
         )
 
     def _negatives(self) -> np.ndarray:
-        """Hard negatives of the batch, int32 [B, H]: no positives while there are others."""
+        """Hard negatives of the batch, int32 [B, H]; positives only if other labels run out."""
         shape = (self.num_batch, self.params.pool.eta)
         number = np.arange(math.prod(shape), dtype=np.int32)
         place = self.num_used - 1 - number % self.num_used

@@ -1,4 +1,4 @@
-"""End this process when the processes that it works for are gone: its parent, or the launcher of a
+"""Ends this process when a process that it works for has ended: its parent, or the launcher of a
 training.
 """
 
@@ -11,7 +11,7 @@ import time
 
 import psutil
 
-# from SIGTERM to the end of the process: time to finish a step and write a checkpoint
+# seconds from SIGTERM to the end of the process: time to finish a step and write a checkpoint
 GRACE_S = 30.0
 # environment variable of workers: id of the process that launched them
 LAUNCHER = "UNIDEC_LAUNCHER"
@@ -19,7 +19,7 @@ LAUNCHER = "UNIDEC_LAUNCHER"
 
 def watch(*pids: int) -> None:
     """Start a thread that sends SIGTERM to this process when one of these processes, or the
-    launcher, is gone, and ends it after `GRACE_S`.
+    launcher, has ended, and kills this process after `GRACE_S`.
     """
     launcher = os.environ.get(LAUNCHER)
     candidates = [*pids, int(launcher or 0)]
@@ -27,8 +27,8 @@ def watch(*pids: int) -> None:
 
     def look() -> None:
         try:
-            # with their start times, as process ids are reused; a zombie is a dead process that was
-            # not reaped yet
+            # psutil also compares start times, because process ids are reused; a zombie is a dead
+            # process that has not been reaped yet
             processes = [psutil.Process(pid) for pid in watched]
             while all(
                 one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes

@@ -31,7 +31,7 @@ RELATIVE: dict[str, str | Path] = {
     "CACHE": "data/cache",
     "START": "data/start.json",
     "RUNS": "runs",
-    "TRIALS": "runs/own",  # trainings with parameters of their own, each a project
+    "TRIALS": "runs/own",  # trainings with separate parameters, each in a project folder
     "BUNDLES": COPIES,
     "DRIFT": "runs/drift",
     "MONITOR": "runs/monitor",
@@ -47,7 +47,7 @@ _root: ContextVar[Path | None] = ContextVar("root", default=None)  # None: the w
 
 
 def __getattr__(name: str) -> Path:
-    """`paths.DATASET` and the others, below the root of this thread."""
+    """`paths.DATASET` and the other paths, below the root of this thread."""
     if name not in RELATIVE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _path(name)
@@ -56,13 +56,13 @@ def __getattr__(name: str) -> Path:
 def _path(name: str) -> Path:
     root = _root.get()
     if name == "CACHE" and root is None:
-        root = project_folder()  # all experiments of a DVC queue share it
+        root = project_folder()  # shared by all experiments of a DVC queue
     return (root or Path()) / RELATIVE[name]
 
 
 @contextlib.contextmanager
 def root(folder: Path) -> Iterator[None]:
-    """Stages that this thread runs in the block read and write below a folder, instead of the
+    """Inside the block, stages that this thread runs read and write below `folder` instead of the
     working folder.
     """
     token = _root.set(folder)

@@ -1,4 +1,4 @@
-"""Checks before any work: settings and surroundings on which a run would otherwise fail minutes or
+"""Checks before any work: settings and environment on which a run would otherwise fail minutes or
 hours later.
 
 Nothing is written, and no network is used.
@@ -23,7 +23,7 @@ from unidec.tracking.store import sqlite_path, tracking_uri
 from unidec.user import check_writable
 
 ALL_STEPS = ("ingest", "tokens", "train", "index", "evaluate")
-# what a stage imports, which `pip install unidec-xmc` alone does not bring
+# packages that a stage imports and `pip install unidec-xmc` alone does not install
 _PACKAGES = {
     "validate": ("great_expectations",),
     "train": ("mlflow",),
@@ -36,10 +36,10 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def check_before_work(params: Params, steps: Collection[str] = ALL_STEPS) -> None:
-    """Check what these steps need and can be checked before them; every problem is listed.
+    """Check everything that these steps need and that can be checked in advance.
 
     Raises:
-        UnidecError: the problems; its class and exit code are those of the first one.
+        UnidecError: lists every problem; class and exit code are those of the first problem.
     """
     found: list[UnidecError] = []
     for check in _checks(params, steps):
@@ -67,8 +67,8 @@ def _checks(params: Params, steps: Collection[str]) -> Iterator[Callable[[], Non
 
 
 def check_source(params: Params) -> None:
-    """Check that the raw files are where section `source`, or else `data.path`, says. Raises
-    DataError: they are not, or this user cannot read them.
+    """Check that the raw files exist where section `source`, or else `data.path`, says. Raises
+    DataError: they are missing, or this user cannot read them.
     """
     if params.source.kind == "none":
         check_folder(params.data.path)
@@ -127,7 +127,7 @@ def _check_packages(steps: Collection[str], to_train: Collection[str]) -> None:
     needed |= dict.fromkeys(to_train if "train" in steps else ())
     for name in needed:
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # a folder of this name is no package
+        if spec is None or spec.origin is None:  # a mere folder of this name is not a package
             raise missing_package(ModuleNotFoundError(name=name))
 
 

@@ -1,7 +1,7 @@
-"""Rank labels for the queries of a split and measure them, for validation, tuning and the test.
+"""Rank labels for the queries of a split and compute metrics, for validation, tuning and the test.
 
 Legend: N queries, n queries of a split, M training queries, L labels, F words, P candidates
-(query-label pairs), D width of a head, K places.
+(query-label pairs), D width of a head, K predictions per query.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ if TYPE_CHECKING:
 
 K = 100
 CLF_WEIGHTS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)
-QUERIES_AT_ONCE = 2048  # bounds memory: the votes of a query take some kilobytes
+QUERIES_AT_ONCE = 2048  # limits memory: the votes of a query take a few kilobytes
 KNN_WEIGHTS = (0.0, 0.025, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1, 1.6, 2.2, 3.2)
 NeighboursBy = Literal["model", "words"]
 TAILS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
-# points of the objective that weight on rare labels may cost; far below the objective's noise
+# maximum loss of the objective, in points, due to the weight of rare labels; far below its noise
 TAIL_TOLERANCE = 0.1
 LEAST_QUERIES = 100  # validation queries needed to train a fusion; README's example has fewer
-# validation queries that weights are tuned on: with more, the weights hardly change
+# weights are tuned on between one and two times as many queries: with more, they hardly change
 TUNING_QUERIES = 2000
-MAX_TURNS = 3  # of tuning one weight after the other; already the second changes little
+MAX_TURNS = 3  # rounds of tuning both weights in turn; even the second changes little
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class Ranking:
     """The queries of a split and the vectors of all labels; measures how well labels are ranked.
 
     Attributes:
-        rows: int64 [n], data set rows of the queries.
-        encoded: the queries.
-        vectors: those of the labels' arrays "de", "clf" float32 [L, D] and "bias" [L] that the
-        model has.
-        device: where labels are searched, the device of the model; None: the CPU.
+        rows: int64 [n], rows of the queries in the data set.
+        encoded: the encoded queries.
+        vectors: the labels' arrays "de", "clf" float32 [L, D] and "bias" [L], as far as the model
+        has them.
+        device: device for searching labels, that of the model; None: the CPU.
     """
 
     dataset: XMCDataset
@@ -82,7 +82,9 @@ class Ranking:
         precision: str,
         vectors: dict[str, np.ndarray] | None = None,
     ) -> Ranking:
-        """Encode queries of a split or of rows, and the labels unless their `vectors` are given."""
+        """Encode the queries of a split or at the given rows, and the labels unless their `vectors`
+        are given.
+        """
         from unidec.model.frozen import autocast, cached_inputs
         from unidec.training.encoding import label_file
 
@@ -103,11 +105,11 @@ class Ranking:
         return cls(dataset, rows, encoded, vectors, model.device)
 
     def part(self, some: slice) -> Ranking:
-        """The ranking of some of the queries."""
+        """The same for some of the queries."""
         return replace(self, rows=self.rows[some], encoded=self.encoded.take(some))
 
     def at_width(self, width: int, is_unit: bool) -> Ranking:
-        """The same with the first `width` dimensions of both heads' vectors.
+        """The same, with only the first `width` dimensions of both heads' vectors.
 
         Args:
             is_unit: whether the dual encoder's vectors have unit length.
@@ -160,8 +162,8 @@ class Ranking:
         return Voting(neighbours=neighbours, num=num, head="de" if "de" in self.vectors else "clf")
 
     def joined_to(self, voting: Voting) -> Neighbours:
-        """The neighbours and, appended to them, these queries. They may vote once no more weights
-        are tuned on them.
+        """The neighbours with these queries appended. These may vote once no more weights are tuned
+        on them.
         """
         compared: Any = voting.compared(self.encoded)
         neighbours = voting.neighbours
@@ -231,11 +233,11 @@ def training_neighbours(
     Args:
         by: "model": compared in the dual encoder's space (the classifier's, if the model has no
             other head); "words": compared by their words, with the words of the labels.
-        tokens: of only the training split's queries, in order, and of the labels; None:
+        tokens: tokens of only the training split's queries, in order, and of the labels; None:
         data/tokens, with data/cache.
-        word_head: number of first tokens of a text that are also compared separately; only for
+        word_head: number of leading tokens of a text that are also compared separately; only for
         "words".
-        width: first dimensions of the model's vectors that are compared; 0: all.
+        width: number of leading dimensions of the model's vectors to compare; 0: all.
     """
     from unidec.model.frozen import autocast, cached_inputs
 
@@ -284,9 +286,11 @@ def _word_neighbours(
     facts: tuple[Any, Any, Any],
     word_head: int = 0,
 ) -> Neighbours:
-    """Args:
-    tokens: of the queries, and of all labels. rows: of the neighbours in the first of them.
-    facts: the neighbours' labels, uids and titles.
+    """Neighbours compared by words.
+
+    Args:
+        tokens: of the queries, and of all labels. rows: rows of the neighbours among the queries.
+        facts: the neighbours' labels, uids and titles.
     """
     of_queries, of_labels = tokens
     every_label = np.arange(len(of_labels))
@@ -305,10 +309,10 @@ class Blend:
     """Weights of the served score.
 
     Attributes:
-        clf_weight, knn_weight: of the classifier's score, and of the votes (0: none).
-        metrics, ranked: metrics and predictions of the ranking's split under these weights, or
-            under the fusion. A fusion is cross-validated: its networks rank queries that they were
-            not trained on.
+        clf_weight, knn_weight: weights of the classifier's score, and of the votes (0: no votes).
+        metrics, ranked: metrics and predictions on the ranking's split, by these weights or by the
+            fusion. A fusion is cross-validated: its networks rank queries that they were not
+            trained on.
         tried: each tuning step as {clf_weight, knn_weight, the objective}, in order; [] without
         votes.
         fusion: the networks that rank instead of the weighted scores; None: the weighted scores
@@ -330,10 +334,12 @@ class Blend:
 def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None) -> Blend:
     """The score weights: as given, or if they are "auto", tuned on the ranking's split.
 
-    The two weights are tuned in turn until neither changes, starting with the best classifier
-    weight without votes; of equally good weights the smaller is taken. The same candidates serve
-    normalised and raw classifier scores, since raw ones are training logits times tau, of the order
-    of cosines. At most about `TUNING_QUERIES` evenly spaced queries are used."""
+    The two weights are tuned in turn until neither changes, at most `MAX_TURNS` times, starting
+    with the best classifier weight without votes; of equally good weights the smaller is taken. The
+    same grid serves normalised and raw classifier scores: raw ones are training logits times tau,
+    of the same magnitude as cosines. Of a large split, evenly spaced queries are used
+    (`TUNING_QUERIES`).
+    """
     index = params.index
     objective = index.objective
     tried: dict[tuple[float, float], dict[str, float]] = {}
@@ -356,7 +362,7 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
     for _ in range(0 if voting is None else MAX_TURNS):
         before = best
         best = max([(best[0], weight) for weight in knn_weights], key=quality)
-        if not best[1]:  # without votes this classifier weight is the best one already
+        if not best[1]:  # this classifier weight is already the best one without votes
             break
         best = max([(weight, best[1]) for weight in clf_weights], key=quality)
         if best == before:
@@ -377,9 +383,9 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
 
 
 def quality_by_width(ranking: Ranking, params: Params, is_unit: bool) -> list[dict[str, float]]:
-    """Headline metrics of the heads without votes at each width at which they trained, and at their
-    whole width, each with its "width"; the classifier's weight is tuned for each if it is "auto".
-    [] if the heads trained at no other width, or if the split has no queries.
+    """Headline metrics of the heads without votes, at each width used in training and at the full
+    width, each with its "width"; an "auto" weight of the classifier is tuned for each width. [] if
+    the heads were trained at no other width, or if the split has no queries.
 
     Args:
         is_unit: as for `Ranking.at_width`.
@@ -394,7 +400,7 @@ def quality_by_width(ranking: Ranking, params: Params, is_unit: bool) -> list[di
 
 
 def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend) -> Blend:
-    """The blend with a fusion trained on the ranking's split.
+    """Add a fusion, trained on the ranking's split, to the blend.
 
     The blend is returned unchanged if the split has too few queries, or if the fusion is not better
     by `index.objective` on queries that it was not trained on.

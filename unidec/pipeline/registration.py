@@ -43,7 +43,7 @@ class Registration:
 
 
 def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> Registration:
-    """Register a bundle under the alias `challenger`. A bundle that is registered already keeps its
+    """Register a bundle with the alias `challenger`. A bundle that is already registered keeps its
     version.
 
     The version's tags about DVC's artifacts are read from dvc.lock now, so call this after `dvc
@@ -69,8 +69,8 @@ def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> Re
             fix="register it in the project that trained it",
         )
     prefect = {key: tag for key, tag in run_tags().items() if key.startswith("prefect.")}
-    # a bundle with other labels has its parent's parameters, and the parent's tags tell whether
-    # they were committed
+    # a bundle with other labels has its parent's parameters, and the parent's tags record whether
+    # these were committed
     tags = provenance.code_tags(made_with=None if relabelled else info.params) | prefect
     tags |= {f"dataset.{key}": str(info.dataset.get(key, "")) for key in ("name", "sha256")}
     uri = tracking_uri()
@@ -104,10 +104,10 @@ def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> Re
 
 
 def parent_version(params: Params, sha256: str, where: str) -> str:
-    """The version that holds the source bundle of a label change, found by the source's hash.
+    """The version with the source bundle of a label change, found by the bundle's hash.
 
     Raises:
-        ConfigError: it is not registered, so that the origin of the model would be unknown.
+        ConfigError: the source is not registered, so the origin of the model would be unknown.
     """
     version = find_version(open_client(tracking_uri()), params.tracking.model_name, sha256)
     if version is None:
@@ -125,7 +125,7 @@ def parent_version(params: Params, sha256: str, where: str) -> str:
 
 
 def _answer_later(client: MlflowClient, version: ModelVersion, tags: dict[str, str]) -> None:
-    """Record which code made a version of which that was unknown, once git answers."""
+    """Record the code that made a version if it was unknown so far and git now answers."""
     if not provenance.unknown_code(version.tags) or provenance.unknown_code(tags):
         return
     for key in provenance.CODE_TAGS:
@@ -144,7 +144,7 @@ def _relabelled(
 ) -> tuple[Tracker, dict[str, str]]:
     """The MLflow run of a bundle with other labels, and tags that record the bundle's origin.
 
-    Of DVC's artifacts only the data set is new after `refresh_labels`, and none after
+    Among DVC's artifacts, only the data set is new after `refresh_labels`, and none is new after
     `change_labels` ("by hand").
     """
     refreshed = info.card["refreshed"]

@@ -29,12 +29,12 @@ class RunInfo:
     Attributes:
         state: "running" (its process is alive), "finished", "failed", "stopped" or "begun" (no
         checkpoint yet).
-        epoch, step: finished epochs and steps at the newest checkpoint. epochs: the most epochs it
-            will have. All are None without a checkpoint.
-        checkpoint: name of the newest one. checkpoint_age: in seconds. mlflow_run: id.
+        epoch, step: finished epochs and steps at the newest checkpoint. epochs: maximum number of
+            epochs. All are None without a checkpoint.
+        checkpoint: name of the newest checkpoint. checkpoint_age: in seconds. mlflow_run: id.
         unfinished: training can resume, and no process is training it.
-        trial: name of the folder in runs/own/ of a training with other parameters than params.yaml;
-        None: no trial.
+        trial: name of the folder in runs/own/, for a training with parameters that differ from
+        params.yaml; None: no trial.
     """
 
     name: str
@@ -133,10 +133,10 @@ def duration(seconds: float) -> str:
 
 
 def choose_run(name: str) -> Path:
-    """The folder of the run whose name begins with `name`; "": of the newest unfinished run.
+    """The folder of the run whose name begins with `name`; "": the newest unfinished run.
 
     Raises:
-        ConfigError: there is none, or several.
+        ConfigError: there is no such run, or more than one.
     """
     infos = [run_info(folder) for folder in run_folders()]
     if name:
@@ -182,8 +182,8 @@ def tracker_of_model() -> Tracker:
 
 
 def _newest(run_dir: Path) -> tuple[Path | None, dict[str, Any]]:
-    """The newest checkpoint with a readable state, and the state, without checking hashes; (None,
-    {}) if none.
+    """The newest checkpoint with a readable state, and its state, without checking hashes; (None,
+    {}) if there is none.
     """
     from unidec.training.checkpoint import checkpoint_folders, read_state  # imports torch
 

@@ -1,8 +1,8 @@
-"""Which queries a model was trained on, counted among the test queries: if the splits of the data
-changed, a model can meet queries in the test split that it was trained on.
+"""Finds test queries that a model was trained on, as is possible if the splits of the data have
+changed.
 
 A training records hashes of the texts of its training and validation queries in the model's folder,
-together with those of the models that it started from or learnt from.
+together with the hashes recorded by the models that it started from or learnt from.
 
 Legend: N queries of the data set, n test queries, Q queries that a model has seen.
 """
@@ -29,7 +29,7 @@ RECORD = "seen_queries.npy"
 """File in a model's folder: uint64 [Q], ascending hashes of texts."""
 SEEN_KEY = "seen"  # in the manifest of that folder: {"text", "complete"}
 CHECK = "unseen queries"
-# test queries on which models are judged, if they saw more than half of the test split
+# minimum number of unseen test queries to compare models that saw more than half of the test split
 FEWEST = 100
 ACCEPT = "validation.test_texts_in_train: warn"
 
@@ -39,10 +39,10 @@ class Seen:
     """The queries that a model was trained or selected on.
 
     Attributes:
-        hash_Q: uint64, ascending, of the texts as the model reads them.
+        hash_Q: uint64, ascending hashes of the texts as the model reads them.
         text: fields of the texts that were hashed.
-        complete: nothing is missing, such as the queries of a model without record that training
-        started from.
+        complete: whether nothing is missing; False if, for example, training started from a model
+        without a record.
     """
 
     hash_Q: NDArray[np.uint64]
@@ -60,9 +60,10 @@ class Unseen:
     """Test queries for the comparison of two models.
 
     Attributes:
-        rows: int64 [n], of the data set: those that no model has seen, or all if that is accepted.
+        rows: int64 [n], data set rows of the queries that no model has seen; all test queries if
+            seen ones are accepted.
         counts: number of test queries that each model has seen; None: unknown.
-        check: whether there are enough of them.
+        check: whether there are enough unseen queries.
     """
 
     rows: NDArray[np.int64]
@@ -71,7 +72,7 @@ class Unseen:
 
 
 def write_record(out: Folder, dataset: XMCDataset, text: Text, earlier: Iterable[Path]) -> None:
-    """Record the queries that a training has seen in the folder of its model.
+    """Record in a model's folder the queries that its training has seen.
 
     Args:
         earlier: folders of the models that training started from or learnt from.
@@ -135,8 +136,8 @@ def unseen_queries(folders: Mapping[str, Path], dataset: XMCDataset, limits: Val
 
 
 def leak_in_words(found: Seen | None, dataset: XMCDataset) -> tuple[str, int]:
-    """Test queries that a model has seen and that are not also training queries now: a sentence
-    part, and their number.
+    """Test queries that a model has seen and that are not also current training queries: a phrase
+    for messages, and their number.
 
     (Texts in both splits of one data set are counted by its validation.)
     """
@@ -150,7 +151,7 @@ def leak_in_words(found: Seen | None, dataset: XMCDataset) -> tuple[str, int]:
 
 
 def _of_dataset(dataset: XMCDataset, text: Text) -> Seen:
-    """All queries but those of the test split."""
+    """All queries outside the test split, as seen queries."""
     hash_N, length_N = text_facts(dataset, "queries", text)
     is_seen_N = (np.asarray(dataset.split_N) != SPLITS.index("test")) & (length_N > 0)
     return Seen(np.unique(hash_N[is_seen_N]), text)

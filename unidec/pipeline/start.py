@@ -1,9 +1,10 @@
-"""The start of a training, cold or from the champion: chosen before it (`choose_start`), opened
-when it begins.
+"""The start of a training, cold or from the champion: chosen before the training (`choose_start`),
+opened when it begins.
 
 The choice is written to data/start.json, a dependency of DVC's stage `train`. This small file is in
 git, the model in the registry. Reproducing the stage, even years later, starts from the same model,
-which is found by its hash."""
+which is identified by its hash.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class WarmStart(BaseModel):
     """The content of data/start.json for a training that starts from a registered model.
 
     Attributes:
-        model, version: name and version of the model when it was chosen. bundle_sha256: finds it.
+        model, version: name and version of the model when chosen. bundle_sha256: identifies it.
         generation: number of warm starts in a row, including this one.
     """
 
@@ -51,7 +52,7 @@ class WarmStart(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenStart:
-    """The start of the next training, with the reason for the choice; other fields are those of a
+    """The start of the next training, with the reason for the choice; other fields as in
     `WarmStart`.
     """
 
@@ -74,7 +75,7 @@ def read_start() -> WarmStart | None:
     try:
         content = read_json(paths.START)
         return None if content == COLD else WarmStart.model_validate(content)
-    except ValueError as error:  # of json, UTF-8 or pydantic
+    except ValueError as error:  # raised for invalid JSON or UTF-8, or by pydantic
         raise ArtifactError(
             "the file that names the model to start from cannot be read",
             where=paths.START,
@@ -87,7 +88,7 @@ def effective(params: Params) -> Params:
     """The parameters that a training runs with: those of params.yaml, with section `warm` applied
     in a warm start.
 
-    Applying it twice changes nothing more.
+    Idempotent: applying it twice gives the same parameters.
 
     Raises:
         ConfigError: both data/start.json and `encoder.start` name a model to start from.
@@ -116,13 +117,13 @@ def warm_params(params: Params) -> Params:
         if key.startswith("lr_"):
             changed[key] = value * warm.lr_scale
     optim = params.optim.model_copy(update=changed)
-    # so that applying it twice changes nothing more
+    # so that a second application changes nothing
     warm = warm.model_copy(update={"lr_scale": 1.0})
     return params.model_copy(update={"optim": optim, "warm": warm})
 
 
 def start_tags() -> dict[str, str]:
-    """The start as tags of a run or of a model's version."""
+    """The start as tags for a run or a model version."""
     return {
         f"start.{key.replace('_', '.')}": str(value)
         for key, value in _content(read_start()).items()
@@ -138,8 +139,9 @@ def run_identity(params: Params) -> dict[str, str]:
     """The identity of a training run: everything in parameters, data, code and start that
     determines its result.
 
-    Parameters that only determine where it runs or is shown (`device`, `run`, `tracking`, `index`)
-    are not part of it."""
+    Parameters that do not affect the trained model (`device`, `run`, `tracking`, `index`) are not
+    part of it.
+    """
     start = read_start()
     return identity.run_identity(
         effective(params).model_dump(),
@@ -165,7 +167,7 @@ def choose_start(params: Params, kind: Kind | None = None) -> ChosenStart:
         ConfigError: a warm start was requested, and there is no champion, or it does not fit the
         parameters.
         ArtifactError: the champion's bundle is damaged.
-        MlflowException: the registry does not answer; an outage must not cause a cold start.
+        MlflowException: the registry does not answer: an outage must not lead to a cold start.
     """
     kind = kind or params.retrain.start
     start = None
@@ -223,8 +225,8 @@ def _from_champion(params: Params, auto: bool) -> tuple[WarmStart | None, str]:
 
 
 def _leak(params: Params, model: Path) -> tuple[str, bool]:
-    """What a model in a folder has seen of the test split ("": nothing beyond what may be), and
-    whether a training must not start from it.
+    """Test queries that the model in a folder has seen, in words ("": none beyond the allowed
+    ones), and whether training must not start from this model.
     """
     if not paths.DATASET.is_dir():
         return "", False
@@ -237,8 +239,8 @@ def _leak(params: Params, model: Path) -> tuple[str, bool]:
 
 
 def earlier_models(params: Params) -> dict[str, Path]:
-    """Folders of the models that training learns from, by what names them: the one that it starts
-    from, and its teacher.
+    """Folders of the models that training uses, the start and the teacher, by the file or parameter
+    that names them.
     """
     models = {}
     if params.encoder.start:
@@ -251,18 +253,16 @@ def earlier_models(params: Params) -> dict[str, Path]:
 
 
 def check_start(params: Params) -> list[str]:
-    """Check that the models which training starts from or learns from were not trained on the test
-    queries of the current data.
-
-    The start is chosen before; since then, the data may have changed.
+    """Check that the models that training starts from or learns from were not trained on the test
+    queries of the current data, which may have changed since the start was chosen.
 
     Returns:
-        a sentence for each such model that is accepted (`validation.test_texts_in_train`).
+        a sentence for each model that was but is accepted (`validation.test_texts_in_train`).
 
     Raises:
-        ConfigError: the model was trained on test queries, so that the figures of a new model would
-        be worthless.
-        ArtifactError: the model is missing or damaged.
+        ConfigError: a model was trained on test queries, so the new model's metrics would be
+        worthless.
+        ArtifactError: a model is missing or damaged.
     """
     accepted = []
     for place, model in earlier_models(params).items():
@@ -290,8 +290,8 @@ def _listed(keys: list[str]) -> str:
 
 
 def _changed_parameters(params: Params, bundle: Path) -> list[str]:
-    """Keys that determine what is learnt, without the seed, whose value differs from the champion's
-    training.
+    """Keys, apart from the seed, that determine what is learnt and whose values differ from those
+    in the champion's training.
     """
     champion = read_info(bundle).params
     values = params.model_dump()

@@ -1,5 +1,5 @@
-"""Opens the teacher of a training (section `teacher`). Its vectors of the training texts, or the
-probabilities by words, are kept in data/cache.
+"""Opens the teacher of a training (section `teacher`). Its vectors of the training texts, or its
+label probabilities by words, are cached in data/cache.
 
 Legend: N queries of the data set, n training texts, E width of the teacher's space, L labels, P
 pairs of a query and a label.
@@ -48,7 +48,7 @@ KIND = "teacher-cache"
 VERSION = 1
 WORDS_KIND = "word-teacher-cache"
 TEXTS_AT_ONCE = 4096
-VOTERS = 100  # training queries that vote, as `index.knn_neighbours` has it
+VOTERS = 100  # training queries that vote, as by default in `index.knn_neighbours`
 LEAST_PROBABILITY = 1e-4
 
 
@@ -56,9 +56,9 @@ def open_teacher(params: Params) -> TeacherVectors | WordTargets | None:
     """The teacher, memory-mapped; None if there is none.
 
     Raises:
-        ArtifactError: there is no bundle, or a damaged one.
-        ConfigError: its labels are not those of the data set, or there are too few training queries
-            to learn how words rank.
+        ArtifactError: the teacher's bundle is missing or damaged.
+        ConfigError: the bundle's labels differ from those of the data set, or there are too few
+            training queries to train the word network.
     """
     if params.teacher.words:
         return _word_targets(params)
@@ -100,7 +100,7 @@ def teacher_width(bundle: str) -> int:
 def unread_teacher(
     settings: Teacher, num_queries: int, num_labels: int
 ) -> TeacherVectors | WordTargets | None:
-    """A teacher without values, for a step whose memory is measured; None for no teacher."""
+    """A teacher without values, for measuring the memory of a step; None for no teacher."""
     if settings.words:
         return unread_targets(num_queries, num_labels)
     width = teacher_width(settings.bundle)
@@ -114,8 +114,8 @@ def unread_teacher(
 
 
 def _word_targets(params: Params) -> WordTargets:
-    """Probabilities of labels by words for the training queries: the softmax of a word network's
-    scores, without those below `LEAST_PROBABILITY`.
+    """Label probabilities by words for the training queries: the softmax of a word network's
+    scores; values below `LEAST_PROBABILITY` are dropped.
     """
     dataset = paths.open_dataset(verify=False)
     tokens = [paths.open_tokens("queries", False), paths.open_tokens("labels", False)]
@@ -133,7 +133,7 @@ def _word_targets(params: Params) -> WordTargets:
 
 
 def _probabilities(params: Params, dataset: XMCDataset) -> Iterator[sp.csr_matrix]:
-    """The probabilities of blocks of training queries, CSR float32 [B, L]."""
+    """The probabilities for blocks of training queries, CSR float32 [B, L]."""
     neighbours = word_neighbours(dataset, resolve_encoder(params.encoder.name))
     scorer = WordScorer(neighbours, VOTERS)
     num = neighbours.num_queries

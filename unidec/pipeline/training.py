@@ -76,8 +76,9 @@ def open_trainer(
 ) -> Trainer:
     """The run's trainer, at its newest checkpoint.
 
-    On each machine one process verifies the artifacts. Workers of `launch` do not: the launching
-    process has done it."""
+    On each machine, one process verifies the artifacts. Workers of `launch` do not, because the
+    launching process has done so.
+    """
     verify = ranks.is_first_here and LAUNCHER not in os.environ
     return Trainer(
         params.training,
@@ -97,7 +98,7 @@ def open_trainer(
 
 
 class Run:
-    """A training run, as `unidec.training.fit.fit` drives it, with its records and its MLflow run.
+    """A training run that `unidec.training.fit.fit` drives, with its records and its MLflow run.
 
     With several ranks, the launcher runs each phase on all of them; validation and export run in
     this process, with a trainer that is opened at the newest checkpoint.
@@ -105,7 +106,7 @@ class Run:
     Attributes:
         folder: the run's folder.
         epoch, epoch_step, step: finished epochs, steps of the epoch in progress, and total steps,
-            as of the opening of the run or its last training.
+            as of when the run was opened or last trained.
         epochs, num_rounds: of the whole training; upper limits if `optim.patience` is set.
         epochs_a_round: epochs from one refresh to the next.
         lines: messages for the user: where training resumes, which differences were accepted, which
@@ -164,7 +165,7 @@ class Run:
         return self._work("mine" if self.launcher else "cluster")
 
     def mine(self) -> Figures:
-        """Mine hard negatives for the next round; if that is done already, returns the report in
+        """Mine hard negatives for the next round; if they are mined already, returns the report in
         the run's folder.
         """
         if self.launcher is not None:  # `cluster` ran the whole refresh
@@ -181,9 +182,7 @@ class Run:
 
     @property
     def lacks_validation(self) -> bool:
-        """Whether the process was killed after the training of a round and before its
-        validation.
-        """
+        """Whether the process was killed between the training of a round and its validation."""
         if self.step == 0 or self.epoch_step > 0:
             return False
         if self.epoch % self.epochs_a_round and not self.finished:
@@ -192,10 +191,10 @@ class Run:
         return self.epoch not in validated
 
     def validate(self) -> RoundReport:
-        """Measure the validation split, or without one a sample of `data.validation_sample`
+        """Compute metrics on the validation split, or without one on `data.validation_sample`
         training queries, and add the round's line to rounds.jsonl.
 
-        The steps and seconds of a round that was interrupted are those of its parts together.
+        The steps and seconds of an interrupted round are summed over its parts.
         """
         begin = time.perf_counter()
         trainer = self.trainer
@@ -273,7 +272,7 @@ class Run:
 
     def _work(self, name: str) -> Any:
         if self.launcher is not None:
-            self.close()  # its state is outdated once the ranks have trained
+            self.close()  # the trainer's state is outdated once the ranks have trained
             return self.launcher(name, self.params, self.folder, self.accept)
         return work(name, self.trainer)
 
@@ -285,7 +284,7 @@ def start_run(
     launcher: Launcher | None = None,
     track: bool = True,
 ) -> Run:
-    """Open the run of these parameters and this data, or begin a new one, and open its MLflow run.
+    """Open the run for these parameters and data, or begin a new one, and open its MLflow run.
 
     Args:
         params: all parameters, as in params.yaml; training uses `effective` of them.
@@ -294,7 +293,7 @@ def start_run(
         accept: keys of the run's identity that may differ from its newest checkpoint's.
         launcher: runs phases on several ranks; None: torchrun if `run.devices` is above 1, else
         this process.
-        track: log to MLflow; if False, the run's records are only in its folder.
+        track: log to MLflow; if False, records are written only to the run's folder.
 
     Raises:
         ConfigError: the training does not fit into memory or on the disk, or the run to resume was
@@ -311,7 +310,7 @@ def start_run(
     begun_with = state.get("identity") or identity
     check_same(begun_with, identity, accept, str(folder))
     accepted = differences(begun_with, identity)
-    # verifies the last of the artifacts that training reads; `run_identity` read the others
+    # verifies the last artifact that training reads; `run_identity` has verified the others
     paths.open_propensity()
     run = Run(
         params,
@@ -453,7 +452,7 @@ def _refresh_report(run_dir: Path, epoch: int) -> Figures:
 
 
 def step_figures(figures: Mapping[str, float]) -> Figures:
-    """The figures of a step by their names in MLflow, such as "training/loss"; without the step's
+    """The figures of a step by their MLflow names, such as "training/loss"; without the step
     number.
     """
     return {f"training/{name}": value for name, value in figures.items() if name != "step"}

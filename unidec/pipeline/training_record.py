@@ -16,8 +16,8 @@ from unidec.tracking.run import TRIAL_TAG, Tracker, run_tags
 def model_params(
     flat: Mapping[str, str | int | float], is_warm: bool
 ) -> dict[str, str | int | float]:
-    """The parameters (by dotted keys) that decide a result, and the recipe's name; those of section
-    `warm` only for a warm start.
+    """The parameters (by dotted keys) that determine a result, and the recipe's name; those of
+    section `warm` only for a warm start.
     """
     return {key: flat[key] for key in ["recipe", *keys_deciding(*RESULTS, warm=is_warm)]}
 
@@ -25,7 +25,7 @@ def model_params(
 def begin_tracking(
     params: Params, folder: Path, run_id: str | None, accepted: Collection[str]
 ) -> list[str]:
-    """Start or resume the MLflow run of the training in `folder`; returns what to tell its user."""
+    """Start or resume the MLflow run of the training in `folder`; returns messages for the user."""
     dataset = paths.open_dataset()
     experiment = os.environ.get("DVC_EXP_NAME", "")  # set by `dvc exp run` and `dvc queue`
     tags = (
@@ -53,7 +53,7 @@ def begin_tracking(
 
 
 def _how(experiment: str, folder: Path) -> str:
-    """What the end of an MLflow run's name says: the experiment of DVC, or which command trained,
+    """Suffix of an MLflow run's name: the DVC experiment; or else the trial or `dvc repro`, if any,
     and the run.
     """
     run = folder.name[:6]

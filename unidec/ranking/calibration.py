@@ -1,11 +1,12 @@
-"""Fits a calibration, the map from scores to probabilities, on the validation split.
+"""Fits a calibration, a map from scores to probabilities, on the validation split.
 
 Legend: N queries, K results, B bins of neighbouring scores.
 
 Scores are divided into bins with about equally many relevant labels. Isotonic regression merges
-bins until the share of relevant labels does not fall with the score (Zadrozny and Elkan 2002).
-Between the mean scores of two bins, the probability is interpolated (centred isotonic regression,
-Oron and Flournoy 2017)."""
+bins until the share of relevant labels does not decrease with the score (Zadrozny and Elkan 2002).
+Between the mean scores of adjacent bins, the probability is interpolated (centred isotonic
+regression, Oron and Flournoy 2017).
+"""
 
 from __future__ import annotations
 
@@ -20,14 +21,13 @@ LEAST_RELEVANT = 2 * RELEVANT_A_BIN  # with fewer relevant labels, no calibratio
 
 
 def fit_calibration(score_NK: Floats, relevant_NK: npt.NDArray[np.bool_]) -> Calibration | None:
-    """Fit a calibration to labels that were returned for queries.
+    """Fit a calibration to the labels returned for queries.
 
     Half a relevant and half an irrelevant label are added to each bin (Jeffreys' prior), so that no
     probability is 0 or 1.
 
     Args:
-        score_NK: scores by which the labels are ranked; not finite where a query has fewer than K
-        labels.
+        score_NK: scores by which the labels are ranked; not finite beyond a query's last label.
         relevant_NK: whether each label is relevant. No part of the ranking may have been trained on
         these queries.
 

@@ -15,7 +15,7 @@ from unidec.ranking.sparse import Floats, Rows
 
 
 class ExactIndex:
-    """All labels, compared one by one in tiles (`model.search`).
+    """Compares queries with all labels, in tiles (`model.search`).
 
     Args:
         vectors: the labels' vectors. device: where to compute; None: the CPU.
@@ -28,7 +28,7 @@ class ExactIndex:
     def search(
         self, queries_BD: Floats, k: int, rescore: int = 0, excluded: Rows | None = None
     ) -> tuple[Floats, Rows]:
-        """As `LabelIndex.search`, but with at most L columns."""
+        """Like `LabelIndex.search`, but the result has at most L columns."""
         from unidec.model.search import exact_search
 
         num_labels = self.vectors.num_labels

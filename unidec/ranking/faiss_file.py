@@ -1,9 +1,10 @@
 """Reads faiss index files that may be damaged or malicious.
 
-From version 1.15 on, faiss itself checks lengths, levels and links of a file against each other and
+Since version 1.15, faiss itself checks that lengths, levels and links in a file are consistent, and
 limits its allocations. This module checks the rest after reading: kind and size of the index, that
-upper links of a graph stay on their level, that each label is in exactly one list, and that all
-numbers are finite."""
+links at upper levels of a graph lead to nodes of the same level, that each label is in exactly one
+list, and that all numbers are finite.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ _limits = threading.Lock()
 
 
 def read_index_file(where: Path, like: Any, num_vectors: int) -> tuple[Any, Any]:
-    """Read a faiss index, and return it with the mapped bytes that it has views into. Replacing the
+    """Read a faiss index; returns it with the memory-mapped bytes that it refers to. Replacing the
     file later does not affect them.
 
     Args:
-        like: an empty index of the expected kind, width and codes.
+        like: an empty index of the expected kind, width and code.
         num_vectors: expected number of vectors.
 
     Raises:
@@ -66,8 +67,8 @@ def read_index_file(where: Path, like: Any, num_vectors: int) -> tuple[Any, Any]
 
 @contextlib.contextmanager
 def _allocation_limits(num_bytes: int) -> Iterator[None]:
-    """Limits faiss to vectors no larger than the file, and to as many lists as a file of this size
-    can hold.
+    """Limits faiss's allocations to vectors no larger than the file, and to as many lists as a file
+    of this size can hold.
     """
     faiss = faiss_module()
     with _limits:  # faiss's limits are global

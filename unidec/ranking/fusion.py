@@ -8,14 +8,15 @@ scores of a pair, X features, D width of a head, H hidden units.
 The features are `FEATURES`, optionally followed by `BY_WORDS`, which come from a second network.
 That network ranks labels by words alone: by votes of similar training queries, and by cosines to
 the words of the label's text and of its training queries. It is trained on training queries, each
-scored as if it were absent from the training data ("left out"): its own vote, its words in the sums
-of its labels and its count in their frequencies are subtracted, so that the network sees the same
+scored as if it were absent from the training data ("left out"): the query's vote, its words in its
+labels' word sums and its count in their frequencies are subtracted, so that features have the same
 distribution as for new queries (stacked generalisation, Wolpert 1992). The fusion is trained with
 the decoupled softmax over each query's candidates (`fusion_fit.py`).
 
 Source: NGAME (section 3, "score fusion") learns to combine the scores of an encoder and a
 classifier, with decision trees over labels. Here one network serves all labels, and also uses
-votes, words and label frequencies."""
+votes, words and label frequencies.
+"""
 
 from __future__ import annotations
 
@@ -73,14 +74,14 @@ FEATURES = (
     "log words of the query",
 )
 BY_WORDS = ("score by words", "score by words below the best", "log rank by words")
-_LIKELY = 10  # labels with the best blend, whose co-occurrence with a candidate is a feature
+_LIKELY = 10  # labels with the largest blend, whose co-occurrence with a candidate is a feature
 _LIKELY_TEMPERATURE = np.float32(0.3)  # of the softmax that weights those labels
 QUERIES_AT_ONCE = 256
-# columns of the features
+# column indices of features
 _CO_OCCURRENCE = FEATURES.index("labels it comes with")
 _FREQUENCY = FEATURES.index("log frequency")
 _RANKS = FEATURES.index("log rank by the blend")
-_NUM_RANKED = 4  # of the scores, the first are ranked
+_NUM_RANKED = 4  # number of scores, the first ones, whose rank is a feature
 _BELOW = FEATURES.index("blend below the best")
 _BEST = FEATURES.index("best blend")
 _WORDS = FEATURES.index("log words of the query")
@@ -96,8 +97,8 @@ class Network(BaseModel):
 
         score(x, l) = w . f(x, l) + sum over h of o_h max(0, v_h . f(x, l) + b_h)
 
-    where f(x, l) are the standardised features: minus their mean, divided by their standard
-    deviation, and clipped.
+    where f(x, l) are the standardised features: mean subtracted, divided by the standard deviation,
+    and clipped.
 
     Attributes:
         mean, scale: of each feature, [X]; scale above 0.
@@ -146,7 +147,7 @@ class Fusion(Network):
     Attributes:
         tail: weight of the log inverse propensity. propensity: its constants A and B.
         gain: improvement over the blend on the validation split, by metric.
-        words: the network that ranks by words; None: the fusion does not use `BY_WORDS`.
+        words: network that ranks by words; None: the fusion does not use `BY_WORDS`.
     """
 
     propensity: tuple[Number, Number]
@@ -175,7 +176,7 @@ class Evidence(Candidates):
 
 
 class LabelEvidence:
-    """Computes the fusion's features from labels and training queries. Reading is thread-safe.
+    """Computes the fusion's features from labels and training queries. `read` is thread-safe.
 
     Args:
         heads: both heads, and the weight of the blend.
@@ -208,14 +209,14 @@ class LabelEvidence:
     def read(
         self, encoded: Encoded, found_BC: Rows, excluded: Rows, allowed: Rows | None = None
     ) -> Evidence:
-        """Features of the candidates of each query: the labels in `found_BC`, and the `VOTED`
-        labels with most votes.
+        """Features of each query's candidates: the labels in `found_BC`, and the `VOTED` labels
+        with the most votes.
 
         Args:
-            encoded: queries, by both heads and by words.
-            found_BC: labels with the best blend, without excluded ones; -1 for no label.
+            encoded: queries, encoded by both heads and as words.
+            found_BC: labels with the largest blend, without excluded ones; -1 for no label.
             excluded: int64 keys query * L + label of excluded pairs.
-            allowed: the only labels that are returned; it does not change a label's features.
+            allowed: the only labels to return; this does not change a label's features.
         """
         step = QUERIES_AT_ONCE
         if len(found_BC) <= step:
@@ -266,8 +267,8 @@ class LabelEvidence:
         scored = self.words.score(encoded.words_BF, first_words=self.by_words is not None)
         _, voted_BT = scored.most_votes
         key_P = candidate_keys(found_BC, voted_BT[voted_BT >= 0], num_labels, excluded)
-        is_reference_P = np.ones(len(key_P), dtype=bool)  # candidates to which others are compared
-        # features are relative to all candidates, whatever labels are allowed
+        is_reference_P = np.ones(len(key_P), dtype=bool)  # candidates that others are compared with
+        # ranks and differences refer to all candidates, whichever labels are allowed
         if allowed is not None:
             reference = key_P
             key_P = np.union1d(key_P, allowed_keys(allowed, num_queries, num_labels, excluded))
@@ -301,15 +302,15 @@ class LabelEvidence:
 
 
 class _Labels(NamedTuple):
-    """What compiled code reads of the labels."""
+    """Label data for compiled code."""
 
     co_occurrence_LL: Csr
     log_frequency_L: Array
 
 
 class _Candidates(NamedTuple):
-    """Candidates in the order of their queries; begin_B: int [B + 1]; those of a query are compared
-    with its reference candidates.
+    """Candidates in the order of their queries, with offsets begin_B, int [B + 1]; each is compared
+    with the reference candidates of its query.
     """
 
     begin_B: Array
@@ -318,8 +319,8 @@ class _Candidates(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What compiled code writes: sums by label; of each candidate its rank and its weight; and the
-    reference candidates of a query, by descending score.
+    """Buffers of compiled code: sums by label; rank and weight of each candidate; and a query's
+    reference candidates by descending score.
     """
 
     sums: Sums
@@ -339,7 +340,7 @@ class _Work(NamedTuple):
 def _fill_features(
     candidates: _Candidates, score_SP: Array, labels: _Labels, work: _Work, feature_PX: Array
 ) -> None:
-    """Fill in `FEATURES`, except for those of the query alone."""
+    """Fill in `FEATURES`, except for "log words of the query"."""
     for query in range(len(candidates.begin_B) - 1):
         begin = candidates.begin_B[query]
         end = candidates.begin_B[query + 1]
@@ -370,8 +371,8 @@ def _fill_by_words(candidates: _Candidates, score_P: Array, work: _Work, feature
 
 @compiled
 def _compare(candidates: _Candidates, query: int, score_P: Array, work: _Work) -> Any:
-    """Compare a query's candidates with its reference candidates: `work.rank_P` is the number of
-    those with a larger score. Returns the largest score of those, 0 without any.
+    """Compare a query's candidates with its reference candidates: sets `work.rank_P` to the number
+    of references with a larger score. Returns the largest score of a reference; 0 if there is none.
     """
     pairs = range(candidates.begin_B[query], candidates.begin_B[query + 1])
     num_references: Any = np.int64(0)
@@ -403,8 +404,8 @@ def _fill_co_occurrence(
     work: _Work,
     feature_PX: Array,
 ) -> None:
-    """Fill in the mean co-occurrence of each candidate with the query's likely ones, weighted by a
-    softmax of their blends; `work` compares by the blend.
+    """Fill in each candidate's mean co-occurrence with the query's likely labels, weighted by a
+    softmax of their blends; `work` must hold the ranks by the blend.
     """
     pairs = range(candidates.begin_B[query], candidates.begin_B[query + 1])
     total = np.float32(0)

@@ -1,10 +1,10 @@
 """Trains the networks of a fusion (`fusion.py`).
 
-The fusion itself is trained on queries that the model was not trained on; its word network on
+The fusion is trained on queries that the model was not trained on; its word network is trained on
 training queries, each treated as absent from the training data.
 
 Legend: N queries, P pairs of a query and a candidate, X features, H hidden units; of a batch: B
-queries, C most candidates of a query, F places of padding.
+queries, C candidates of a query at most, F padding entries.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from unidec.ranking.heads import PairScores
 from unidec.ranking.sparse import Floats, Rows
 from unidec.ranking.word_scores import WordScorer
 
-# hidden units of each fold's network; measured: benchmarks/results/fusion.md
+# folds, and hidden units of each fold's network; measured: benchmarks/results/fusion.md
 FOLDS = 4
 HIDDEN = 32
 BATCH = 128
@@ -45,12 +45,11 @@ _LEAST_SCALE = 1e-6
 
 @dataclass(frozen=True)
 class Fitted:
-    """A trained fusion, and its scores of held-out queries.
+    """A trained fusion, and cross-validated scores.
 
     Attributes:
         fusion: average of the folds' networks.
-        held_out_P: float32 [P], each pair's score by the network of the fold that did not train on
-        its query.
+        held_out_P: float32 [P], each pair's score by the network that was not trained on its query.
     """
 
     fusion: Fusion
@@ -64,12 +63,12 @@ def fit_fusion(
     seed: int = 0,
     by_words: Network | None = None,
 ) -> Fitted:
-    """Train a network for each fold, on the queries outside of it.
+    """Train a network for each fold, on the queries outside that fold.
 
     Args:
-        evidence: of queries that the model was not trained on.
+        evidence: candidates of queries that the model was not trained on.
         relevant_P: bool [P]. propensity: the data set's constants A and B.
-        by_words: the word network with which the evidence was read.
+        by_words: the word network that was used to read the evidence.
     """
     pairs = _Training.of(evidence.query_P, evidence.feature_PX, relevant_P, evidence.num_queries)
     x_PX = pairs.x_PX
@@ -129,9 +128,9 @@ def fit_word_network(scorer: WordScorer, excluded: Rows, seed: int = 0) -> Netwo
 def words_of_training_queries(
     scorer: WordScorer, rows: Rows, excluded: Rows
 ) -> Iterator[tuple[Rows, Floats]]:
-    """What words say of training queries, each treated as absent from the training data: keys place
-    in `rows` * L + label of the candidates, int64 [P], and their features, float32 [P, X], a block
-    of `QUERIES_AT_ONCE` queries at a time.
+    """Candidates by words for training queries, each treated as absent from the training data;
+    yields blocks of `QUERIES_AT_ONCE` queries: keys (index in `rows`) * L + label, int64 [P], and
+    features, float32 [P, X].
 
     Args:
         rows: the training queries. excluded: as for `fit_word_network`.
@@ -180,10 +179,10 @@ class _Network(nn.Module):
 
 @dataclass(frozen=True)
 class _Training:
-    """Training pairs.
+    """Training pairs, sorted by query.
 
     Attributes:
-        x_PX: standardised features, ascending by query. relevant_P: bool [P].
+        x_PX: standardised features. relevant_P: bool [P].
         begin_N: int [N + 1], offset of each query's first pair.
         mean_X, scale_X: mean and standard deviation of each feature.
     """
@@ -198,7 +197,7 @@ class _Training:
     def of(
         cls, query_P: Rows, feature_PX: Floats, relevant_P: np.ndarray, num_queries: int
     ) -> _Training:
-        """Standardise the features of pairs that are ascending by query."""
+        """Standardise the features of pairs, which must be sorted by query."""
         mean_X = feature_PX.mean(axis=0)
         scale_X = np.maximum(feature_PX.std(axis=0), _LEAST_SCALE)
         x_PX = np.clip((feature_PX - mean_X) / scale_X, -LIMIT, LIMIT)
@@ -207,7 +206,7 @@ class _Training:
 
     def with_positive(self, queries: np.ndarray) -> np.ndarray:
         """The given queries that have a relevant candidate."""
-        # relevant candidates before each pair
+        # number of relevant candidates before each pair
         before = np.concatenate([[0], np.cumsum(self.relevant_P)])
         has_positive_N = np.diff(before[self.begin_N]) > 0
         return queries[has_positive_N[queries]]
@@ -245,7 +244,7 @@ class _Training:
         score_P = network(self.x_PX[torch.from_numpy(pair_P)])
         score_BC = score_P.new_zeros(is_pair_BC.shape)
         score_BC[torch.from_numpy(is_pair_BC)] = score_P
-        row_F, column_F = np.nonzero(~is_pair_BC)  # padding behind shorter lists
+        row_F, column_F = np.nonzero(~is_pair_BC)  # padding after shorter lists
         positive_P = self.relevant_P[pair_P]
         row_P = row_P[positive_P]
         column_P = column_P[positive_P]

@@ -1,5 +1,5 @@
-"""Candidate labels of queries; how heads score them, and the vector space that is searched: both
-heads side by side, or one of them.
+"""Candidate labels of queries, their scores by the heads, and the vector space that is searched:
+both heads concatenated, or one of them.
 
 Legend: L labels, B queries, C candidates, K results, P pairs or rows, D width of a head, D' width
 of the space.
@@ -14,7 +14,8 @@ where clf(x, l) is cos(Phi_C(x), Psi_l) with `clf_normalize` (UniDEC, section "I
 `[Phi_D(z_l); normalize(Psi_l)]` against `[Phi_D(x); normalize(Phi_C(x))]`, clf_weight 1), else
 Phi_C(x) . Psi_l + bias_l. The bias is an additional dimension, in which every query has the value
 1; a cosine has no bias. The dual encoder returns vectors of unit length; with `model.normalize:
-false` it does not, and their inner product takes the place of the cosine."""
+false` it does not, and their inner product takes the place of the cosine.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ SPACES: tuple[Space, ...] = ("both", "de", "clf")
 
 
 class Heads:
-    """The labels' vectors and how they score; vectors in the space are computed on demand, for the
-    rows that are asked for, from the heads' arrays, which may be memory-mapped.
+    """The labels' vectors and how they score. Vectors in the space are computed on demand for the
+    requested rows, from the heads' arrays, which may be memory-mapped.
 
     Args:
         vectors: "de": float32 [L, D], label embeddings of unit length, required in "both" and "de".
@@ -91,7 +92,7 @@ class Heads:
         return Heads(self.vectors, head, self._normalize)
 
     def weighted(self, clf_weight: float) -> Heads:
-        """The same with another weight of the classifier."""
+        """The same heads with another weight of the classifier."""
         return Heads(self.vectors, self.space, self._normalize, clf_weight)
 
     def queries(self, de_BD: Floats | None, clf_BD: Floats | None, head: Space = "both") -> Floats:
@@ -99,7 +100,7 @@ class Heads:
         side is the score.
 
         Args:
-            de_BD, clf_BD: query embeddings from the model's heads; those that the space requires.
+            de_BD, clf_BD: query embeddings from the model's heads, as far as the space needs them.
             head: "both": the space's own score; "de" or "clf": the score of that head alone, in the
             same space.
 
@@ -130,12 +131,12 @@ class Heads:
         return _joined(self._parts(self.vectors, rows_P))
 
     def scores(self, query_BD: Floats, rows_BC: Rows) -> Floats:
-        """Scores of each query with its own rows, float32 [B, C]."""
+        """Scores of each query for the labels in its row of `rows_BC`, float32 [B, C]."""
         query_P = np.repeat(np.arange(len(rows_BC)), rows_BC.shape[1])
         return self.pair_scores(query_BD, query_P, rows_BC.ravel()).reshape(rows_BC.shape)
 
     def pair_scores(self, query_BD: Floats, query_P: Rows, label_P: Rows) -> Floats:
-        """Scores of pairs of a query, row of `query_BD` (float32 [B, D'] from `queries`), and a
+        """Scores of pairs of a query (a row of `query_BD`, float32 [B, D'] from `queries`) and a
         label: float32 [P].
         """
         out_P = np.zeros(len(query_P), dtype=np.float32)
@@ -169,8 +170,8 @@ class Heads:
         return ("de", "clf") if self.space == "both" else (self.space,)
 
     def _parts(self, vectors: Mapping[str, Floats | None], rows_P: Rows | slice) -> list[Floats]:
-        """Vectors of each part of the space, float32 [P, D] each, biases [P, 1]; raises as the
-        class.
+        """Vectors of each part of the space: float32 [P, D], biases [P, 1]; raises as the class
+        does.
         """
         parts = []
         for name in self._heads():
@@ -215,7 +216,7 @@ def _joined(parts: list[Floats]) -> Floats:
 
 
 def as_heads(vectors: Heads | npt.NDArray) -> Heads:
-    """Wraps an array [L, D], float32 or float16, as `Heads`, which are returned unchanged."""
+    """Wraps an array [L, D], float32 or float16, as `Heads`; returns `Heads` unchanged."""
     if isinstance(vectors, Heads):
         return vectors
     return Heads({"de": vectors}, "de", clf_normalize=False)
@@ -244,8 +245,8 @@ class Ranked:
         scores: float32 [B, K]; -inf where there is no result.
         knn_scores: float32 [B, K], unweighted votes of similar training queries; NaN where there is
             no result; None if training queries do not vote.
-        de_scores, clf_scores: float32 [B, K], each head's own score; NaN where there is no result;
-            None if the model lacks the head, and before `Ranker.with_parts`.
+        de_scores, clf_scores: float32 [B, K], score by each head alone; NaN where there is no
+            result; None if the model lacks the head, and before `Ranker.with_parts`.
     """
 
     rows: Rows
@@ -282,7 +283,7 @@ class PairScores:
         return cls(key_N, matrix_BL.data.astype(np.float32), matrix_BL.shape)
 
     def relative(self) -> PairScores:
-        """Scores divided by the largest of their query; all must be positive."""
+        """Scores divided by the query's largest score; all must be positive."""
         query_N = self.key_N // self.shape[1]
         largest_B = np.zeros(self.shape[0], dtype=np.float32)
         np.maximum.at(largest_B, query_N, self.score_N)
@@ -299,7 +300,7 @@ class PairScores:
 
     def best(self, count: int) -> tuple[Floats, Rows]:
         """Each query's `count` largest scores, largest first, and their keys: float32 and int64
-        [B, count]; 0 and -1 where there is none.
+        [B, count], padded with 0 and -1.
         """
         num_queries, num_labels = self.shape
         begin_B = np.searchsorted(self.key_N, num_labels * np.arange(num_queries + 1))
@@ -317,8 +318,8 @@ def first_keys(num_queries: int, num_labels: int) -> Rows:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Candidate pairs of a query and a label, unique, sorted by query and label; no other pair can
-    be among the best.
+    """Candidate pairs of a query and a label: unique, sorted by query and label. Only these pairs
+    are ranked.
 
     Attributes:
         query_P, label_P: int64 [P]. votes_P: float32 [P], votes of each pair.
@@ -332,7 +333,7 @@ class Candidates:
 
     @classmethod
     def of(cls, key_P: Rows, votes: PairScores) -> Candidates:
-        """Candidates by their keys, ascending and unique."""
+        """Candidates from their keys, which are ascending and unique."""
         num_queries, num_labels = votes.shape
         query_P, label_P = np.divmod(key_P, num_labels)
         return cls(query_P, label_P, votes.at(key_P), num_queries)

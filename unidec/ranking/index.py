@@ -2,8 +2,8 @@
 `config/index_spec.py`, and recall of that search.
 
 All kinds but flat can miss labels. All scores are exact: codes select candidates, which are then
-scored with the float32 vectors (`Heads`). Codes are searched with faiss's fast scan: files hold
-them in faiss's plain layout, and loading packs them.
+scored with the float32 vectors (`Heads`). Codes are searched with faiss's fast scan; files store
+them in faiss's plain layout, and loading repacks them.
 
 Legend: L labels, B and N queries, K results, C candidates, P rows, D width of the searched space
 (`heads.py`); width: of the vectors in the faiss index (D with padding).
@@ -34,15 +34,13 @@ from unidec.ranking.heads import Heads, as_heads, first_keys
 from unidec.ranking.sparse import Floats, Rows
 
 LEAST_CANDIDATES = 64
-"""Fewest candidates that are scored exactly, even for one result: cheap, and a wrong first label is
-costly. With 64 candidates of 12,941 labels, `pq` finds 0.9997 of the five best labels and every
-first one.
+"""Minimum number of candidates that are scored exactly, even for one result: this is cheap, and a
+wrong first label is costly. With 64 candidates of 12,941 labels, `pq` finds 0.9997 of the five best
+labels and every best one.
 """
 
 FLAT_CENTROIDS = 1024
-"""Up to this number of list centroids, they are trained in one k-means and searched
-exhaustively.
-"""
+"""Up to this number, list centroids are trained by a single k-means and searched exhaustively."""
 ROWS_AT_ONCE = 1 << 16  # label rows added at a time: 128 MB at 512 dimensions
 # smaller, because a graph grows slowly and progress is shown per block
 _GRAPH_ROWS_AT_ONCE = 1 << 12
@@ -50,12 +48,12 @@ _TRAINING_ROWS = 1 << 16  # rows that train a quantiser; more rows hardly change
 _ROWS_A_LIST = 40  # training rows per list; faiss asks for 39
 _ROUNDS = 10  # k-means iterations; faiss's default of 25 takes longer and gives the same recall
 _CODES = 16  # values of a 4-bit code
-_FIRST_MORE = 32  # labels that are searched beyond k if labels are excluded
+_FIRST_MORE = 32  # additional labels searched at first if labels are excluded
 
 
 @contextlib.contextmanager
 def faiss_threads(threads: int, faiss: Any = None) -> Iterator[None]:
-    """Sets the number of threads of faiss calls in this thread; 0 keeps faiss's own number."""
+    """Sets the number of threads for faiss calls from this thread; 0 keeps faiss's default."""
     faiss = faiss or faiss_module()
     before = faiss.omp_get_max_threads()
     if threads:
@@ -67,7 +65,7 @@ def faiss_threads(threads: int, faiss: Any = None) -> Iterator[None]:
 
 
 def empty_index(spec: IndexSpec, dim: int, num_labels: int) -> Any:
-    """An empty faiss index for vectors of width `dim`; for coded kinds padded to a multiple of
+    """An empty faiss index for vectors of width `dim`, which compressed kinds pad to a multiple of
     `code_dims`.
     """
     faiss = faiss_module()
@@ -94,12 +92,11 @@ class LabelIndex:
 
     Args:
         index: the faiss index; becomes `stored`.
-        data: the buffer that `index` has views into, kept alive.
+        data: the buffer that `index` refers to; kept alive.
 
     Attributes:
-        spec: kind of the index and its numbers; those of a search may be replaced.
-        vectors: label vectors that score the candidates; None if the index itself holds the
-        vectors.
+        spec: kind and parameters of the index; the search parameters may be replaced.
+        vectors: label vectors for scoring the candidates; None if the index itself holds them.
         stored: the faiss index as written to a file.
         threads: threads of one search, 0 for faiss's default. More than one is faster only for many
         queries at once.
@@ -139,19 +136,19 @@ class LabelIndex:
         """Index label vectors.
 
         A compressed kind is trained by one thread, on a sample; all cores then assign and encode
-        the labels, which are added in their order: the bytes of the index do not depend on the
-        number of cores. In memory are the index (for each label half a byte for every `code_dims`
-        dimensions, and 8 bytes), the sample, and for each core `ROWS_AT_ONCE` vectors.
+        the labels, which are added in order, so that the index's bytes do not depend on the number
+        of cores. Memory holds the index (per label, half a byte for every `code_dims` dimensions,
+        and 8 bytes), the sample, and `ROWS_AT_ONCE` vectors per core.
 
         Args:
             vectors_LD: float32 [L, D], finite, or `Heads`, which compute rows on demand; a
                 compressed kind keeps them to score candidates.
-            spec: kind of the index and its numbers.
-            threads: threads that build an index that is not compressed, 0 for faiss's default;
-                with more than one, an HNSW graph is not reproducible.
+            spec: kind and parameters of the index.
+            threads: threads that build an uncompressed index, 0 for faiss's default; with more than
+                one, an HNSW graph is not reproducible.
             show: print progress.
-            parts: folder in which the codes of a compressed kind are kept while it is built, so
-                that a build that was stopped resumes; removed at the end. None: they are not kept.
+            parts: folder that keeps the codes of a compressed kind during the build, so that an
+                interrupted build can resume; removed at the end. None: they are not kept.
 
         Raises:
             ValueError: there are no labels, or a number is not finite.
@@ -192,8 +189,8 @@ class LabelIndex:
     ) -> tuple[Floats, Rows]:
         """The k labels with the largest inner product, best first; ties are ordered by label row.
 
-        With excluded labels, more than k are searched; again with more for queries that still have
-        too few.
+        With excluded labels, more than k labels are searched, and the search is repeated with more
+        while queries have too few results.
 
         Args:
             queries_BD: float32 [B, D], finite.
@@ -211,8 +208,8 @@ class LabelIndex:
         open_B = np.arange(len(queries_BD))
         more = _FIRST_MORE
         while len(open_B):
-            # the same width for all queries: results of an approximate search depend on it, not on
-            # other queries
+            # the same width for all queries: results of an approximate search depend on the width,
+            # but not on other queries
             width = max(k, min(k + more, self.num_labels))
             scores, rows = self._search(queries_BD[open_B], width, rescore)
             keys = open_B[:, None] * self.num_labels + rows
@@ -230,7 +227,7 @@ class LabelIndex:
         return scores_BK, rows_BK
 
     def _search(self, queries_BD: Floats, k: int, rescore: int) -> tuple[Floats, Rows]:
-        """As `search`, without exclusions."""
+        """Like `search`, without exclusions."""
         num_results = min(k, self.num_labels)
         num = num_results
         if self.vectors is not None:
@@ -248,8 +245,8 @@ class LabelIndex:
         return scores_BK, rows_BK
 
     def _exact_scores(self, queries_BD: Floats, rows_BC: Rows) -> Floats:
-        """Inner products of each query with its candidates by the float32 vectors, [B, C]; any
-        value where the row is -1. Computed in blocks of at most `ROWS_AT_ONCE` pairs.
+        """Inner products of each query with its candidates, from the float32 vectors: [B, C],
+        undefined where the row is -1. Computed in blocks of at most `ROWS_AT_ONCE` pairs.
         """
         assert self.vectors is not None
         out_BC = np.empty(rows_BC.shape, dtype=np.float32)
@@ -305,8 +302,8 @@ class LabelIndex:
         """Load an index, which must hold `num_labels` vectors of width `dim`.
 
         The file is memory-mapped, and processes that load it share its pages (packed 4-bit codes
-        are private memory). `faiss_file.py` checks it, so that a malicious file can neither exhaust
-        memory nor cause reads outside of it.
+        are private memory). `faiss_file.py` checks the file, so that a malicious one can neither
+        exhaust memory nor cause out-of-bounds reads.
 
         Raises:
             ArtifactError: the file is missing or damaged, or holds another kind or size of index.
@@ -319,8 +316,8 @@ class LabelIndex:
         return cls(index, spec, heads, data)
 
     def _search_params(self, num: int) -> Any:
-        """faiss search parameters; passed per search, because settings of the index are shared
-        between threads.
+        """faiss search parameters; passed with each search, because threads share the settings of
+        the index.
         """
         faiss = self._faiss
         if self.spec.kind == "hnsw":
@@ -328,15 +325,15 @@ class LabelIndex:
         if self.spec.kind != "ivf-pq":
             return None
         lists = self._index.nlist
-        # lists that hold twice the candidates if equally long
+        # number of lists that hold twice the candidates if all lists are equally long
         enough = -(-2 * num * lists // self.num_labels)
         probes = max(self.spec.num_probes(lists), enough)
         return faiss.SearchParametersIVF(nprobe=min(lists, probes))
 
 
 def _searchable(index: Any, kind: Kind) -> Any:
-    """The faiss index that searches: `index` itself, or for codes its fast-scan form. If there are
-    many list centroids, they are searched by codes too, and the nearest ones are compared exactly.
+    """The faiss index to search: `index` itself, or for codes its fast-scan form. Many list
+    centroids are also searched by codes, and the nearest of them compared exactly.
     """
     faiss = faiss_module()
     if kind == "pq":
@@ -386,10 +383,10 @@ def _checked_rows(vectors: Heads, rows_P: Rows, width: int) -> Floats:
 def _encoded(
     index: Any, vectors: Heads, blocks: list[Rows], parts: Path | None
 ) -> Iterator[Iterator[npt.NDArray[np.uint8]]]:
-    """The codes of each block of labels, with their lists, as `add_sa_codes` takes them.
+    """The codes of each block of labels, with their list numbers, in the format of `add_sa_codes`.
 
-    Each block is encoded by one thread: BLAS rounds differently with several. A file of codes has
-    the name of what decides them.
+    Each block is encoded by one thread, since BLAS rounds differently with several. A file of codes
+    is named after a hash of what determines them.
     """
     trained = hashlib.sha256(faiss_module().serialize_index(index))
 

@@ -1,5 +1,5 @@
-"""Measures indexes and their searches on given labels and queries, to find the fastest one with
-enough recall.
+"""Measures indexes and search settings on given labels and queries, to find the fastest with enough
+recall.
 
 Legend: L labels, N queries, K results, D' width of the searched space.
 """
@@ -22,7 +22,7 @@ from unidec.ranking.index import LabelIndex, recall
 from unidec.ranking.sparse import Floats, Rows
 
 GRAPH_LABELS = 200_000
-"""Above this number of labels, HNSW is measured only on request: a graph takes hours to build."""
+"""Above this number of labels, HNSW is measured only on request: building a graph takes hours."""
 FACTORIES: dict[Kind, tuple[str, ...]] = {
     "flat": ("Flat",),
     "pq": ("PQx4,dsub=8", "PQx4", "PQx4,dsub=2"),
@@ -62,7 +62,7 @@ def default_kinds(num_labels: int) -> tuple[Kind, ...]:
 def tune(
     vectors: Heads, queries_ND: Floats, k: int, kinds: Iterable[Kind], threads: int = 1
 ) -> list[Measured]:
-    """Measure the indexes of these kinds with each of their searches.
+    """Measure the indexes of these kinds with each of their search settings.
 
     Args:
         vectors: label vectors.

@@ -1,4 +1,4 @@
-"""Votes of similar training queries: a third score beside the scores of the two heads.
+"""Votes of similar training queries: a third score besides those of the two heads.
 
 Legend: M training queries, B queries, N nearest training queries of a query, L labels, D width of a
 head (or number of words), T votes of all queries, E labels of those votes.
@@ -6,20 +6,21 @@ head (or number of words), T votes of all queries, E labels of those votes.
     votes(x, l) = sum over the N nearest m of w_m(x) y_ml       y_ml is 1 for a label of m, else 0
     score(x, l) = heads(x, l) + weight * votes(x, l)
 
-Compared by vectors, w_m = exp((cos - largest cos) / 0.05) for positive cosines ("softmax"). These
-votes are divided by the query's largest vote before labels are excluded, so that a label's score
-does not depend on the exclusions.
+For queries compared by vectors, w_m = exp((cos - largest cos) / 0.05) for positive cosines
+("softmax"). These votes are divided by the query's largest vote before labels are excluded, so that
+a label's score does not depend on the exclusions.
 
-Compared by words, w(x) = (K + I)^-1 k(x), where k holds the positive cosines between x and its
-neighbours, and K the cosines between those neighbours ("ridge-labels"): kernel ridge regression of
-the labels on the neighbours alone. Near-duplicate neighbours share one vote. Each label's text is
-an additional voter: it votes for its label with weight 1, and for co-occurring labels with
-`COMPANION` times the share of its training queries that also have that label.
+For queries compared by words, w(x) = (K + I)^-1 k(x), where k holds the positive cosines between x
+and its neighbours, and K the cosines between those neighbours ("ridge-labels"): kernel ridge
+regression of the labels on the neighbours alone. Near-duplicate neighbours share one vote. Each
+label's text is an additional voter: it votes for its label with weight 1, and for co-occurring
+labels with `COMPANION` times the share of its label's training queries that also have that label.
 
 Sources: local learning (Bottou and Vapnik 1992) with the dual form of ridge regression (Saunders et
 al. 1998); the distance-weighted vote of nearest neighbours (Dudani 1976); interpolation of a model
 with its nearest training examples, softmax over their similarities (Khandelwal et al. 2020, kNN-LM,
-section 2)."""
+section 2).
+"""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ from unidec.ranking.sparse import (
 Vote = Literal["softmax", "ridge-labels"]
 RIDGE = 1.0  # measured: benchmarks/results/votes.md
 TEMPERATURE = 0.05  # of the softmax vote; close to the temperature of the heads' own softmax
-_MOST_PRODUCTS = 1 << 20  # of neighbours with each other, in systems that are solved together
-# votes of a label's text for co-occurring labels: weight, and smallest share
+_MOST_PRODUCTS = 1 << 20  # kernel entries (pairs of neighbours) of the systems solved at a time
+# votes of a label's text for co-occurring labels: weight, and minimum share
 COMPANION = np.float32(0.5)
 LEAST_SHARE = np.float32(0.1)
 _ONE = np.float32(1)
@@ -69,7 +70,7 @@ class Neighbours:
         vectors_MD: vectors by which queries are compared: either in a head's space (stored as
             float16, unit length), or CSR word vectors if `words` is given.
         labels_ML: CSR [M, L], labels of the queries (relevance above 0); each label counts once.
-        uids, titles: of the M queries.
+        uids, titles: uids and titles of the M queries.
         words: the word space of `vectors_MD`; None if the vectors are in a head's space.
         label_words_LF: with words: CSR word vectors of the label texts.
         part: the part of the word vectors that is compared; see `WordSpace.part`.
@@ -140,7 +141,7 @@ class Neighbours:
             self._products = RowProducts(voting)
 
     def _share_memory(self, voting: csr_matrix) -> None:
-        """Keep the word vectors once: those that are compared are rows of `voting`."""
+        """Replace copies of the compared word vectors by rows of `voting`, which holds them all."""
         assert self.words is not None
         num_queries = self.num_queries
         self.compared_MD = _rows(voting, 0, num_queries)
@@ -151,7 +152,7 @@ class Neighbours:
 
     @property
     def vote(self) -> Vote:
-        """Weight of a neighbour's vote as a function of its cosine."""
+        """How votes are weighted; see the module's description."""
         return "softmax" if self.words is None else "ridge-labels"
 
     @property
@@ -172,7 +173,7 @@ class Neighbours:
 
     @cached_property
     def by_first_words(self) -> Neighbours | None:
-        """The same queries, compared by their first words; None if those are not stored."""
+        """The same queries, compared by their first words; None if first words are not stored."""
         if self.words is None or not self.words.head or self.part:
             return None
         return Neighbours(
@@ -203,8 +204,8 @@ class Neighbours:
         return csr_matrix(share_LL, dtype=np.float32)
 
     def _voted_by_labels(self) -> csr_matrix:
-        """Labels for which each label's text votes: itself, with 1, and those with which it shares
-        enough of its queries, with that share; float32 CSR [L, L].
+        """Labels that each label's text votes for: the label itself, with value 1, and labels whose
+        co-occurrence is at least `LEAST_SHARE`, with that share; float32 CSR [L, L].
         """
         others_LL = self.co_occurrence.copy()
         others_LL.data[others_LL.data < LEAST_SHARE] = 0
@@ -222,7 +223,7 @@ class Neighbours:
 
         Returns:
             cosines float32 [B, N] to the float16 vectors, and rows int64 [B, N]; rows from M on are
-            labels. When compared by words, only texts that share a word are neighbours; missing
+            labels. By words, only texts that share a word with the query are neighbours; missing
             ones have cosine 0 and row -1.
         """
         num = min(num, self.num_voters)
@@ -247,7 +248,9 @@ class Neighbours:
         return out_BN
 
     def _ridge_weights(self, cosine_BN: Floats, row_BN: Rows) -> Floats:
-        """Only neighbours with a positive cosine vote: the others have an equation of their own."""
+        """Weights by ridge regression. Neighbours without a positive cosine get a separate
+        equation, and weight 0.
+        """
         is_near_BN = cosine_BN > 0
         near_BN = np.where(is_near_BN, row_BN, -1)
         assert self._products is not None
@@ -286,7 +289,7 @@ class Neighbours:
 
 
 def _rows(matrix: csr_matrix, begin: int, end: int) -> csr_matrix:
-    """Some consecutive rows; their entries are not copied."""
+    """Rows `begin` to `end` (exclusive) as a view of the matrix's entries."""
     offsets = matrix.indptr[begin : end + 1]
     entries = slice(offsets[0], offsets[-1])
     shape = (end - begin, matrix.shape[1])
@@ -302,7 +305,7 @@ def _rounded_to_float16(matrix: csr_matrix) -> csr_matrix:
 
 
 class RowProducts:
-    """Inner products of a matrix's rows with each other. Thread-safe.
+    """Computes inner products between rows of a matrix. Thread-safe.
 
     Args:
         matrix_RF: CSR [R, F].
@@ -313,7 +316,7 @@ class RowProducts:
         self._links = _Links(matrix_RF.shape[1])
 
     def of(self, row_BN: Rows) -> Floats:
-        """Inner products of each query's rows, float32 [B, N, N]; 0 for row -1."""
+        """Inner products between each query's rows, float32 [B, N, N]; 0 for row -1."""
         num_queries, num_rows = row_BN.shape
         product_BNN = np.zeros((num_queries, num_rows, num_rows), dtype=np.float32)
         _products(self._rows, row_BN, self._links.last_F, product_BNN)
@@ -321,7 +324,7 @@ class RowProducts:
 
 
 class _Links(threading.local):
-    """Each thread's own list of the last entry of each column, for `_products`."""
+    """Thread-local buffer for the last entry of each column, for `_products`."""
 
     def __init__(self, num_columns: int) -> None:
         self.last_F = np.full(num_columns, -1, dtype=np.int64)
@@ -329,11 +332,11 @@ class _Links(threading.local):
 
 @compiled
 def _products(rows: Csr, row_BN: Array, last_F: Array, product_BNN: Array) -> None:
-    """Add up the products of each pair of entries in the same column: the entries of a column are
-    linked, the last one first.
+    """Sum the products of all pairs of entries in the same column. The entries of a column form a
+    linked list, the last one first.
 
     Args:
-        last_F: last entry of each column, int64; all -1, as they are again afterwards.
+        last_F: last entry of each column, int64; all -1 before and after the call.
     """
     num_rows = row_BN.shape[1]
     for query in range(len(row_BN)):
@@ -371,10 +374,10 @@ def _products(rows: Csr, row_BN: Array, last_F: Array, product_BNN: Array) -> No
 
 
 class _Voters(NamedTuple):
-    """What compiled code reads of the voters."""
+    """Voters' data for compiled code."""
 
     num_queries: int
-    voted: Csr  # [voters, L]: labels of a training query; of a label, itself and co-occurring ones
+    voted: Csr  # [voters, L]: a training query's labels; for a label, itself and co-occurring ones
     labels_ML: Csr
     label_counts: Array
 
@@ -397,8 +400,8 @@ def _has(matrix: Csr, row: int, column: int) -> bool:
 
 @compiled_inline
 def _share(voters: _Voters, voter: int, place: int, left_out: int) -> Any:
-    """Weight of a voter's vote for one of its labels, as if the training query `left_out` were
-    absent: that changes only the shares of the labels that it has.
+    """Weight of a voter's vote for one of its labels, as if training query `left_out` were absent,
+    which changes only the shares of that query's labels.
     """
     share = voters.voted.value[place]
     label = voters.voted.column[place]
@@ -420,7 +423,7 @@ def _share(voters: _Voters, voter: int, place: int, left_out: int) -> Any:
 def _count_votes(
     ballots: _Ballots, voters: _Voters, sums: Sums, key_T: Array, vote_T: Array
 ) -> Any:
-    """Fill in the positive sums of votes, query by query; returns their number."""
+    """Write the keys and values of the positive vote sums, query by query; returns their number."""
     num_labels = len(sums.total)
     num_queries, num_voters = ballots.row_BN.shape
     num_written = 0

@@ -2,7 +2,7 @@
 
 With torch, the model itself encodes. Without torch, onnxruntime runs the transformer from the
 bundle's ONNX graph, and numpy computes the bag of tokens and the heads. The oldest bundles have no
-graph: torch encodes their transformer.
+graph; for their transformers, torch is required.
 
 Legend: B texts, F tokens of all texts, V tokens of the vocabulary, D width of a head, W width of
 the encoder's output.
@@ -31,7 +31,7 @@ from unidec.ranking.sparse import Floats
 
 Runtime = Literal["auto", "torch", "onnx", "onnx-int8"]
 RUNTIMES = get_args(Runtime)
-# texts that a transformer encodes together; measured: benchmarks/results/query-path.md
+# texts per forward pass of a transformer; measured: benchmarks/results/query-path.md
 CHUNK_TEXTS = 8
 Counts = npt.NDArray[np.int64]
 Part = Callable[[Tokens], Floats]
@@ -50,7 +50,7 @@ class Encoded:
         words_BF: CSR from `WordSpace.vectors` if training queries are compared by words; else None.
         num_tokens_B: int64 [B], tokens after truncation, without special ones; empty if texts were
         not tokenised.
-        unknown_B: int64 [B], how many of them are the unknown token; likewise empty.
+        unknown_B: int64 [B], number of those that are the unknown token; likewise empty.
     """
 
     de_BD: Floats | None
@@ -71,7 +71,7 @@ class Encoded:
 
 
 class ModelEncoder:
-    """Encodes queries by the model itself (`UniDEC`), with torch.
+    """Encodes queries with the model itself (`UniDEC`), in torch.
 
     Args:
         words: word space of the training queries; None if they are not compared by words.
@@ -94,7 +94,7 @@ class ModelEncoder:
 
 
 class FastEncoder:
-    """Encodes queries without torch; arguments and errors are those of `open_encoder`.
+    """Encodes queries without torch; arguments and errors as for `open_encoder`.
 
     Attributes:
         name: "onnx", "onnx-int8", or "bag" for a model without a transformer.
@@ -137,8 +137,8 @@ class FastEncoder:
                     layer = f"head_{head}.0"
                     projects = about.settings.projection
                     self._heads[head] = _linear(arrays, layer) if projects else None
-            # a text of maximum length with the largest token id reports a misfit now, not when such
-            # a query arrives
+            # encode a text of maximum length with the largest token id, to detect a misfit now and
+            # not when such a query arrives
             longest = np.full(about.max_length, self._tokenizer.vocab_size - 1)
             self._head_outputs(self._tokens(longest, [about.max_length]))
         except ArtifactError:
@@ -203,8 +203,8 @@ def open_encoder(bundle: Any, runtime: Runtime = "auto", threads: int = 0) -> Qu
             rest. "onnx-int8": likewise, with the transformer's linear layers in 8 bits. "auto":
             "onnx-int8" on a CPU; torch on a GPU, or if the graph or onnxruntime is missing. All but
             "torch" encode a bag of tokens in numpy.
-        threads: threads of one call; 0: one for a small transformer in 8 bits, where more are
-            slower, else see `cores.num_threads`.
+        threads: threads of one call; 0: one for a small 8-bit transformer, for which more are
+            slower, otherwise `cores.num_threads`.
 
     Raises:
         ConfigError: no such runtime; "onnx" or "onnx-int8" if the bundle has no graph or
@@ -234,8 +234,8 @@ def open_encoder(bundle: Any, runtime: Runtime = "auto", threads: int = 0) -> Qu
 
 
 def _transformer_part(graph: Path, width: int, threads: int) -> Part:
-    """A transformer in onnxruntime. It encodes a few texts of similar length at a time, so that
-    there is little padding and activations stay in the cache.
+    """A transformer in onnxruntime. It encodes a few texts of similar length at a time, to limit
+    padding and to keep activations in the cache.
 
     Raises:
         ConfigError: the graph is missing, or onnxruntime is not installed.
@@ -268,8 +268,8 @@ def _transformer_part(graph: Path, width: int, threads: int) -> Part:
 
 
 def _bag_part(about: ModelConfig, arrays: Mapping[str, npt.NDArray[Any]]) -> Part:
-    """`model.encoder.BagEncoder` in numpy, one text at a time, so that results do not depend on the
-    batch at all.
+    """`model.encoder.BagEncoder` in numpy, one text at a time, so that results are independent of
+    the batch.
     """
     head = about.encoder.bag_head
     num_words = about.encoder.bag_words
@@ -314,7 +314,7 @@ def _linear(arrays: Mapping[str, npt.NDArray[Any]], name: str) -> Layer:
 
 
 def _normalised(x: Floats) -> Floats:
-    """Scale the last dimension to unit length, as torch.nn.functional.normalize."""
+    """Scale the last dimension to unit length, like torch.nn.functional.normalize."""
     square = np.einsum("...d,...d->...", x, x)[..., None]
     return x / np.maximum(np.sqrt(square), np.float32(1e-12))
 

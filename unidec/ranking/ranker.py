@@ -1,5 +1,5 @@
-"""The only code that ranks: candidates from the index and from votes, their scores, the fusion, and
-the k best labels.
+"""The only code that ranks: finds candidates by the index and by votes, scores them, applies the
+fusion, and selects the k best labels.
 
 Legend: B queries, L labels, P pairs of a query and a candidate label, K results, D width of a head.
 """
@@ -34,7 +34,7 @@ from unidec.ranking.sparse import NO_ROWS, Floats, Rows
 
 Head = Literal["de", "clf"]
 SINGLE_HEADS: tuple[Head, ...] = ("de", "clf")
-MOST_POINTS = 32  # of a calibration
+MOST_POINTS = 32  # maximum number of points of a calibration
 Score = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
 Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
@@ -53,9 +53,9 @@ class Voting:
     """How similar training queries vote.
 
     Attributes:
-        neighbours: the training queries. num: how many of them vote. weight: of the votes beside
-        the heads' score.
-        head: whose vectors are compared, unless queries are compared by words.
+        neighbours: the training queries. num: how many of them vote. weight: weight of the votes,
+            relative to the heads' score.
+        head: the head whose vectors are compared, unless queries are compared by words.
     """
 
     neighbours: Neighbours
@@ -64,8 +64,8 @@ class Voting:
     head: Head = "de"
 
     def compared(self, encoded: Encoded) -> Floats | csr_matrix:
-        """The part of the queries by which they are compared with training queries: words, or
-        vectors of a head.
+        """The queries' representation that is compared with training queries: words, or vectors of
+        a head.
         """
         by_head = encoded.de_BD if self.head == "de" else encoded.clf_BD
         part = by_head if self.neighbours.words is None else encoded.words_BF
@@ -82,16 +82,15 @@ class Voting:
 
 
 class Ranker:
-    """Ranks labels for encoded queries. Serving, file prediction, tuning, evaluation and the
-    profile of the data call it. Thread-safe. Its cost is that of its parts: no method takes or
-    returns scores of all labels.
+    """Ranks labels for encoded queries. Thread-safe. Used by serving, file prediction, tuning,
+    evaluation and the data profile. No method takes or returns scores of all labels.
 
     Args:
         heads: the labels' vectors, and how they score.
         index: finds labels in the space of `heads`.
-        voting: training queries that vote; None: none do.
-        fusion: ranks by its networks; None: the weighted sum of heads and votes ranks.
-        evidence: computes the fusion's features; None: made here if there is a fusion.
+        voting: training queries that vote; None: no votes.
+        fusion: networks that rank; None: labels are ranked by the weighted sum of heads and votes.
+        evidence: computes the fusion's features; None: created here if there is a fusion.
     """
 
     def __init__(
@@ -125,13 +124,14 @@ class Ranker:
         allowed: Rows | None = None,
         found: Ranked | None = None,
     ) -> Ranked:
-        """The k best labels of each query. They are as exact as the index; labels with votes are
-        always scored.
+        """The k best labels of each query, as exactly as the index finds them; labels with votes
+        are always scored.
 
         Args:
             k: at least 1; may exceed L.
             excluded: int64, unique keys query * L + label of pairs that must not be returned.
-            head: "both": as the ranker ranks; "de" or "clf": by that head alone, without votes.
+            head: "both": the full ranking; "de" or "clf": ranking by that head alone, without
+                votes.
             tail: added to the fusion's weight of the log inverse propensity, which favours rare
                 labels; ignored without a fusion.
             allowed: int64, ascending, rows of the only labels that may be returned; their scores
@@ -179,8 +179,8 @@ class Ranker:
         return self._search(self.queries(encoded), k, excluded)
 
     def with_parts(self, encoded: Encoded, ranked: Ranked, most: int | None = None) -> Ranked:
-        """The same labels with each head's own score; with `most`, scores of the first `most`
-        labels only.
+        """The same labels with the scores of each head alone; with `most`, only for the first
+        `most` labels.
         """
 
         def own_scores(head: Head, query_BD: Floats | None) -> Floats | None:
@@ -203,11 +203,11 @@ class Ranker:
         tune both weights.
 
         The candidates are all labels with votes, and the k best by the heads' score under the
-        first, the middle and the last of `clf_weights` (ascending): only these three are searched.
+        first, the middle and the last of `clf_weights` (ascending); other weights are not searched.
 
         Returns:
-            a function of the classifier's weight, the votes' weight and a number of labels, which
-            ranks the candidates; a head's score is linear in its weight.
+            a function of the classifier's weight, the votes' weight and a number of labels that
+            ranks the candidates; scores are linear in both weights.
         """
         num_labels = self.heads.num_labels
         votes = PairScores.none((len(encoded), num_labels))
@@ -284,10 +284,10 @@ class Prediction:
 
     Attributes:
         labels, titles: uid and title of each label.
-        scores: scores by which the labels are ranked: those of the fusion (`fusion.py`), which are
-            logits; without one, in the space "both", de_scores + clf_weight * clf_scores, plus
-            knn_weight * knn_scores if training queries vote.
-        de_scores, clf_scores: each head's own score; empty if the model lacks the head.
+        scores: scores by which the labels are ranked: logits of the fusion (`fusion.py`); without a
+            fusion, in the space "both", de_scores + clf_weight * clf_scores, plus knn_weight *
+            knn_scores if training queries vote.
+        de_scores, clf_scores: score by each head alone; empty if the model lacks the head.
         knn_scores: votes of similar training queries, 0 to 1; empty if training queries do not
         vote.
         probabilities: probability that each label is relevant, given its score (`Calibration`);
@@ -317,10 +317,10 @@ def named_predictions(
     titles: pa.Array,
     calibration: Calibration | None,
 ) -> list[Prediction]:
-    """The first `count_B` labels of each query, by the names of all labels; with probabilities if
-    calibrated.
+    """The first `count_B` labels of each query with their uids and titles; with probabilities if
+    there is a calibration.
     """
-    # one look-up of all names: it costs the same for one name and for a thousand
+    # a single look-up for all names: it costs the same for one name and for a thousand
     rows = [row[:count] for row, count in zip(ranked.rows, count_B, strict=True)]
     indices = pa.array(np.concatenate([NO_ROWS, *rows]))
     uid_N = uids.take(indices).to_pylist()

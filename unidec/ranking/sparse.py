@@ -1,10 +1,10 @@
-"""Compiled loops over sparse arrays: sums that few entries reach, the largest of many scores, and
-an inverted index. No array of all rows or labels is made for a query: each thread keeps one, of
-which a query touches what it reaches.
+"""Compiled loops over sparse arrays: sparse sums, selection of the largest scores, and an inverted
+index. No query allocates an array over all rows or labels: each thread keeps buffers, of which a
+query touches only the entries that it needs.
 
 numba compiles a function at its first call. The machine code is stored beside the source or in the
-user's cache folder (`NUMBA_CACHE_DIR`), so that only the first process compiles. Sums are in
-float32 and in a fixed order: the same for one query and for many.
+user's cache folder (`NUMBA_CACHE_DIR`), so that only the first process compiles. Sums are computed
+in float32 in a fixed order, which does not depend on the number of queries.
 
 Legend: B queries, L labels, R rows, F columns (words), K results, N entries of a matrix, scores of
 pairs, or rows of a query; E entries of those rows, P pairs of a query and a row, T votes.
@@ -32,26 +32,26 @@ NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Compile a function; it releases the interpreter's lock while it runs."""
+    """Compile a function; it releases the GIL while it runs."""
     compile_it = partial(numba.njit, nogil=True, error_model="numpy", **options)
     try:
         return compile_it(cache=True)(function)
-    except RuntimeError:  # no folder can be written: each process compiles
+    except RuntimeError:  # no cache folder is writable: each process compiles
         return compile_it()(function)
 
 
-# for sums of many products: they are computed by vector instructions, in another order
+# for sums of many products: vector instructions may reorder them
 compiled_reordered = partial(compiled, fastmath={"reassoc", "contract", "nsz"})
-# for the innermost calls: a call of its own takes several times as long
+# for the innermost calls: without inlining, a call takes several times as long
 compiled_inline = partial(compiled, inline="always")
 
 
 class Csr(NamedTuple):
-    """A CSR matrix as compiled code reads it.
+    """A CSR matrix for compiled code.
 
     Attributes:
-        begin: int64 [R + 1], place of each row's first entry. value: float32 [N].
-        column: uint32 [N]; compiled code need not check whether it is negative.
+        begin: int64 [R + 1], offset of each row's first entry. value: float32 [N].
+        column: uint32 [N], since compiled code need not check unsigned indices for negative values.
     """
 
     begin: NDArray[np.int64]
@@ -69,12 +69,12 @@ class Csr(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums of columns to which few entries contribute.
+    """Sums by column, of which few have entries.
 
     Attributes:
-        total: float32, the sum of each column that was reached; `NOT_REACHED` for others, and for
-            all between two uses.
-        reached: uint32, the columns that were reached, in the order in which they were.
+        total: float32, the sum of each column reached; `NOT_REACHED` for other columns, and for all
+            columns between two uses.
+        reached: uint32, the columns reached, in order of their first entry.
     """
 
     total: NDArray[np.float32]
@@ -82,7 +82,7 @@ class Sums(NamedTuple):
 
 
 class Workspace(threading.local):
-    """Each thread's own `Sums` of a number of columns, made at its first use."""
+    """Thread-local `Sums` for a number of columns, created at a thread's first use."""
 
     def __init__(self, num_columns: int) -> None:
         total = np.full(num_columns, NOT_REACHED)
@@ -102,11 +102,11 @@ def add(sums: Sums, num_reached: int, column: int, amount: float) -> Any:
 
 
 def largest_of_each(begin_B: Array, score_N: Array, num: int) -> Rows:
-    """Places of the `num` largest scores of each query, largest first, of equals the first one
-    first: int64 [B, K], -1 where a query has fewer scores.
+    """Indices in `score_N` of each query's `num` largest scores, largest first, ties ordered by
+    index: int64 [B, K], -1 where a query has fewer scores.
 
     Args:
-        begin_B: int [B + 1], place of each query's first score.
+        begin_B: int [B + 1], index of each query's first score.
     """
     place_BK = np.full((len(begin_B) - 1, num), -1, dtype=np.int64)
     _largest_of_each(begin_B, score_N, place_BK)
@@ -144,7 +144,7 @@ def _mark_largest(matrix: Csr, num: int, is_kept_N: Array) -> None:
 
 @compiled
 def _keep_between(begin: int, end: int, score_N: Array, score_K: Array, place_K: Array) -> Any:
-    """Make a heap of the largest scores of some places; returns their number."""
+    """Build a heap of the largest scores from `begin` to `end` (exclusive); returns its size."""
     num_kept = np.int64(0)
     for place in range(begin, end):
         num_kept = keep(score_N[place], place, score_K, place_K, num_kept)
@@ -153,8 +153,8 @@ def _keep_between(begin: int, end: int, score_N: Array, score_K: Array, place_K:
 
 @compiled
 def keep(score: Any, place: Any, score_K: Array, place_K: Array, num_kept: int) -> Any:
-    """Put a score into the heap of the K largest, if it is one of them; of equal scores, the
-    smaller place is larger. Returns the number of scores in the heap.
+    """Insert a score into the heap of the K largest, if it is one of them; of equal scores, the one
+    with the smaller `place` counts as larger. Returns the heap's size.
     """
     if num_kept == len(score_K):
         if num_kept and _is_worse(score_K[0], place_K[0], score, place):
@@ -175,7 +175,7 @@ def keep(score: Any, place: Any, score_K: Array, place_K: Array, num_kept: int) 
 
 @compiled
 def sort_kept(score_K: Array, place_K: Array, num_kept: int) -> None:
-    """Order the heap, largest first."""
+    """Sort the heap in place, largest first."""
     for last in range(num_kept - 1, 0, -1):
         score = score_K[last]
         place = place_K[last]
@@ -226,10 +226,10 @@ class Postings:
         self, queries: Csr, num: int, query_P: Rows = NO_ROWS, row_P: Rows = NO_ROWS
     ) -> tuple[Floats, Rows, Floats]:
         """The rows with the largest positive inner products, best first, ties ordered by row; and
-        the inner products of some pairs.
+        the inner products of the given pairs.
 
         Args:
-            query_P, row_P: pairs, ascending by query, then by row.
+            query_P, row_P: pairs, sorted by query, then by row.
 
         Returns:
             inner products float32 [B, K] and rows int64 [B, K], 0 and -1 where there is no result;
@@ -245,25 +245,25 @@ class Postings:
         return score_BK, row_BK, score_P
 
     def best(self, queries: Csr, num: int) -> tuple[Floats, Rows]:
-        """The rows with the largest positive inner products, and those: see `search`."""
+        """The largest positive inner products, and their rows: see `search`."""
         score_BK, row_BK, _ = self.search(queries, num)
         return score_BK, row_BK
 
     def at(self, queries: Csr, query_P: Rows, row_P: Rows) -> Floats:
-        """Inner products of some pairs, ascending by query, then by row: float32 [P]."""
+        """Inner products of pairs that are sorted by query, then by row: float32 [P]."""
         *_, score_P = self.search(queries, 0, query_P, row_P)
         return score_P
 
 
 class _Index(NamedTuple):
-    """What compiled code reads of an index: columns CSR [F, R], whose rows ascend."""
+    """An inverted index for compiled code: the columns as CSR [F, R], with ascending rows."""
 
     columns: Csr
     num_rows: int
 
 
 class _Pairs(NamedTuple):
-    """Pairs in the order of their queries: the first of each query, and their inner products."""
+    """Pairs sorted by query: offset of each query's first pair, rows, and inner products."""
 
     begin_B: Array
     row_P: Array
@@ -271,8 +271,8 @@ class _Pairs(NamedTuple):
 
 
 class _RowSums(NamedTuple):
-    """Sums of `_ROWS_AT_ONCE` rows, 0 between two uses; and whether a row of each group, of
-    `_GROUP` rows, was reached.
+    """Sums of `_ROWS_AT_ONCE` rows, 0 between two uses; and for each group of `_GROUP` rows,
+    whether any row was reached.
     """
 
     total: NDArray[np.float32]
@@ -280,7 +280,7 @@ class _RowSums(NamedTuple):
 
 
 class _SomeRows(threading.local):
-    """Each thread's own `_RowSums`."""
+    """Thread-local `_RowSums`."""
 
     def __init__(self) -> None:
         total = np.zeros(_ROWS_AT_ONCE, dtype=np.float32)
@@ -291,7 +291,7 @@ class _SomeRows(threading.local):
 def _search(
     queries: Csr, index: _Index, sums: _RowSums, pairs: _Pairs, score_BK: Array, row_BK: Array
 ) -> None:
-    """Add up some rows at a time, whose sums fit in the processor's cache."""
+    """Process the rows in blocks whose sums fit in the processor's cache."""
     begin_F = index.columns.begin
     for query in range(len(score_BK)):
         column_E = queries.column[queries.begin[query] : queries.begin[query + 1]]
@@ -317,8 +317,8 @@ def _search(
 def _add_rows(
     columns: Csr, weight: float, place: Any, end: Any, first_row: Any, sums: _RowSums
 ) -> Any:
-    """Add the entries of a column to the sums of their rows; returns the first entry of the rows
-    after them. With unsigned numbers, compiled code need not check whether they are negative.
+    """Add a column's entries in the current block of rows to the rows' sums; returns the index of
+    the first entry after the block. Unsigned indices need no check for negative values.
     """
     while place < end:
         row = columns.column[place] - first_row
@@ -332,8 +332,8 @@ def _add_rows(
 
 @compiled
 def _keep_sums(sums: _RowSums, first_row: int, score_K: Array, row_K: Array, num_kept: int) -> Any:
-    """Put the positive sums into the heap of the K largest; clears all sums. Returns the number in
-    the heap.
+    """Insert the positive sums into the heap of the K largest, and reset all sums. Returns the
+    heap's size.
     """
     num_results = len(score_K)
     least = score_K[0] if 0 < num_kept == num_results else np.float32(0)

@@ -2,8 +2,7 @@
 words to those of the label's text and of its training queries.
 
 Legend: B queries, L labels, P pairs of a query and a candidate, F words, X features, O pairs of a
-left-out query and one of its labels, T largest scores of a query, K labels
-found by cosine.
+left-out query and one of its labels, T largest scores of a query, K labels found by cosine.
 """
 
 from __future__ import annotations
@@ -44,21 +43,21 @@ WORD_FEATURES = (
     "log frequency",
     "log words of the query",
 )
-# of a left-out query: labels with most votes, best by label words, best by query words
+# candidates of a left-out query: labels with most votes, best by label words, best by query words
 WORD_CANDIDATES = (100, 50, 50)
 VOTED = 100  # labels with the most votes that are added to the candidates
-_RANKED = 64  # best labels among which a rank is counted
+_RANKED = 64  # best labels among which a label's rank is determined
 _ROUNDING = 1e-5  # relative differences up to this size may be rounding errors
 # largest word weights kept for the queries of a label; popular labels have thousands
 _PROFILE_WORDS = 256
 
 
 class WordCosines:
-    """Cosines of the words of B queries to the words of each label.
+    """Cosines between the words of B queries and the words of each label.
 
     Args:
-        postings: word vectors of the labels. queries: those of the queries.
-        own: cosines in place of the computed ones, for the labels of left-out queries.
+        postings: word vectors of the labels. queries: word vectors of the queries.
+        own: cosines that replace the computed ones, for the labels of left-out queries.
     """
 
     def __init__(self, postings: Postings, queries: Csr, own: PairScores) -> None:
@@ -68,7 +67,7 @@ class WordCosines:
         self.shape = own.shape
 
     def search(self, key_P: Rows) -> tuple[Floats, Floats, Rows]:
-        """Cosines of the given pairs, float32 [P]; and the largest positive ones of each query with
+        """Cosines of the given pairs, float32 [P]; and each query's largest positive cosines with
         their keys, largest first, padded with 0 and -1: float32 and int64 [B, `_RANKED`].
 
         Args:
@@ -106,8 +105,8 @@ class WordCosines:
 
 @dataclass(frozen=True)
 class WordEvidence:
-    """The three scores by words of some pairs: votes, cosines to the words of the label's text, and
-    to those of its queries.
+    """The three word scores of some pairs: votes, and cosines to the words of the label's text and
+    to the words of its training queries.
 
     Attributes:
         score_SP: float32 [3, P].
@@ -129,8 +128,8 @@ class WordScores:
         count_L: training queries of each label, float32 [L].
         num_words_B: known words of each query, int64 [B].
         left_out_labels: 1 for the labels of left-out queries; None if no queries are left out.
-        by_first_words: the same scores from the first words alone; None if those are not stored or
-        not scored.
+        by_first_words: the same scores from the first words alone; None if the first words are not
+        stored, or not requested.
     """
 
     votes: PairScores
@@ -143,7 +142,7 @@ class WordScores:
 
     @cached_property
     def most_votes(self) -> tuple[Floats, Rows]:
-        """The most votes of each query and their keys, as `PairScores.best`: [B, `VOTED`]."""
+        """Each query's largest votes and their keys, as in `PairScores.best`: [B, `VOTED`]."""
         return self.votes.best(VOTED)
 
     def candidates(self) -> Rows:
@@ -159,7 +158,7 @@ class WordScores:
         return key_P[key_P >= 0]
 
     def read(self, key_P: Rows) -> WordEvidence:
-        """The three scores of the given pairs, whose keys ascend."""
+        """The three scores of the given pairs; keys must ascend."""
         label_P, label_BT, _ = self.by_label.search(key_P)
         queries_P, queries_BT, _ = self.by_queries.search(key_P)
         votes_BT, _ = self.most_votes
@@ -176,7 +175,7 @@ class WordScores:
 
         Args:
             query_P, label_P: pairs, ascending by query and label.
-            evidence: what was `read` of these pairs; None: it is read here.
+            evidence: result of `read` for these pairs; None: they are read here.
         """
         key_P = query_P * self.votes.shape[1] + label_P
         if evidence is None:
@@ -196,8 +195,8 @@ class WordScores:
 
 @compiled
 def _fill_features(query_P: Array, score_SP: Array, top_SBT: Array, feature_PX: Array) -> None:
-    """The features of three scores: of each the score, how far it is below the query's best, and
-    the log of its rank; then each query's three best.
+    """Features of the three scores: for each, the score, its difference from the query's best, and
+    the log of its rank; then the query's best value of each score.
     """
     num_scores, _, num_ranked = top_SBT.shape
     for pair in range(len(query_P)):
@@ -245,8 +244,8 @@ class WordScorer:
         Args:
             words_BF: queries, from `WordSpace.vectors`.
             left_out: int64 [B], rows of the queries if they are training queries; each is treated
-            as absent.
-            first_words: also score by the first words, if they are stored.
+            as absent from the training data.
+            first_words: also score by the first words alone, if they are stored.
         """
         neighbours = self.neighbours
         num_labels = neighbours.num_labels
@@ -279,14 +278,14 @@ class WordScorer:
     def _without_query(
         self, words_OF: csr_matrix, label_O: npt.NDArray, cosine_O: Floats
     ) -> Floats:
-        """Cosine of each query q to the sum s of a label that it has, without its own part: cos(q,
-        s - q), float32 [O].
+        """Cosine of each query q to the word sum s of one of its labels, with q subtracted from the
+        sum: cos(q, s - q), float32 [O].
 
         Args:
             cosine_O: cos(q, s).
         """
         norm_O = self._norm_L[label_O]
-        # a popular label's sum lacks some of its words
+        # the sums of popular labels are truncated, so subtract only words that are in the sum
         in_sum_OF = self._profile_LF[label_O].sign()
         square_O = _row_sums(words_OF.multiply(words_OF).multiply(in_sum_OF))  # |q|^2
         product_O = cosine_O * norm_O  # q . s

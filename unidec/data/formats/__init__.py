@@ -36,7 +36,7 @@ def read_raw(
 ) -> RawData:
     """Read a folder of raw files.
 
-    Large tables and pairs are in files without a name, which are mapped into memory.
+    Large tables and pairs are stored in unnamed temporary files, which are memory-mapped.
 
     Args:
         format: a name in LAYOUTS, or "auto" to recognise the layout by the files in the folder.
@@ -76,11 +76,11 @@ def read_section(data: Data, bounds: RawBounds, scratch: Path | None = None) -> 
 def from_memory(
     queries: Any, labels: Any, pairs: Any, bounds: RawBounds = DEFAULT_BOUNDS
 ) -> RawData:
-    """A data set given in Python, after the checks of raw files; arguments as for
+    """A data set from Python objects, checked like raw files; arguments as for
     `memory.read_given`.
 
     Raises:
-        DataError: as `read_raw`, with positions in place of lines; or no training query has a
+        DataError: as for `read_raw`, with positions instead of lines; or no training query has a
         label.
     """
     from unidec.data.formats import memory  # imports pandas
@@ -103,7 +103,7 @@ def find_rows(
     queries: Sequence[str],
     labels: Sequence[str],
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """`file:line` by uid of these queries and of these labels in raw files that were read before.
+    """`file:line` of these queries and of these labels, by uid, in raw files read earlier.
 
     Args:
         files: sha256 of the raw files by relative path (`RawData.files`); if one has changed, both
@@ -191,7 +191,7 @@ def _detect(root: Path) -> str:
         )
     for layout in LAYOUTS.values():
         for part in layout.needs:
-            folder.find(root, part)  # raises an error if the file is there in another form
+            folder.find(root, part)  # raises an error if the file exists in another form
     files = sorted(path.name for path in root.iterdir())
     layouts = "".join(f"\n    {name}: {layout.expected}" for name, layout in LAYOUTS.items())
     raise DataError(
@@ -204,8 +204,8 @@ def _detect(root: Path) -> str:
 
 
 def _check(source: Source, raw: RawData) -> None:
-    """Check any layout: there are labels and training queries, no text is too long, and no query is
-    in two splits.
+    """Checks for every layout: there are labels and training queries, no text is too long, and no
+    query is in two splits.
     """
     _check_lengths(source, raw.labels, source.labels_at)
     for split, table in raw.queries.items():

@@ -1,8 +1,8 @@
-"""A folder of raw files, and the pairs of queries and labels in them.
+"""A folder of raw files, and the query-label pairs in them.
 
 Files are found by name, with or without .gz, and read as UTF-8 lines; every error is recorded with
-its line. Pairs of row numbers or uids, from sparse text, tables or npz files, become checked CSR
-matrices.
+its line. Pairs, given by row numbers or uids in sparse text, tables or npz files, are checked and
+converted to CSR matrices.
 
 Shape suffix: P pairs.
 """
@@ -44,7 +44,7 @@ _NO_MATRIX = (
     EOFError,
 )  # of the readers of npz files
 Lines = Callable[[np.ndarray], np.ndarray]
-"""Line numbers (from 1) of rows (from 0) in their file; called for samples only."""
+"""Maps rows (from 0) to line numbers (from 1) in their file; called only for samples."""
 
 
 def next_line(rows: np.ndarray) -> np.ndarray:
@@ -53,7 +53,7 @@ def next_line(rows: np.ndarray) -> np.ndarray:
 
 
 class Source:
-    """A folder of raw files, with the errors found in them and the places of the texts.
+    """A folder of raw files, with the errors found in them and the line numbers of their texts.
 
     Attributes:
         count: number of errors of each kind.
@@ -63,7 +63,7 @@ class Source:
         queries_at: by split, the file of its queries and the `Lines` of its rows.
         labels_at: the file of the labels and the `Lines` of its rows.
         scratch: folder for temporary files; None: the system's.
-        fix: what to do about errors.
+        fix: general advice that ends the error message.
     """
 
     fix = "correct or remove these lines; nothing was written"
@@ -110,8 +110,8 @@ class Source:
         self.count[kind] += len(rows) - len(first)
 
     def stop(self) -> None:
-        """Raise a DataError if there are errors: every kind with its count, and 20 samples of all
-        kinds, but at least one of each.
+        """Raise a DataError if there are errors. It lists each kind with its count, and up to 20
+        samples in total, but at least one of each kind.
         """
         if not self.count:
             return
@@ -131,7 +131,7 @@ class Source:
         """Path of the file with one of these names, with or without .gz; None if there is none.
 
         Raises:
-            DataError: there are two, or what is there is not a file that can be read.
+            DataError: there are two, or the path is not a readable file.
         """
         return folder.find(self.root, names)
 
@@ -147,7 +147,7 @@ class Source:
         )
 
     def name(self, path: Path) -> str:
-        """Relative path of a file, which is added to `read`."""
+        """Relative path of a file; also adds the file to `read`."""
         relative = path.relative_to(self.root).as_posix()
         self.read[relative] = path
         return relative
@@ -176,7 +176,7 @@ class Source:
         return Numbers(dtype, self.scratch)
 
     def rows_of(self, uids: pa.ChunkedArray, known: pa.ChunkedArray) -> np.ndarray:
-        """First row of each uid in `known`, int64; -1 if it is not in it."""
+        """First row of each uid in `known`, int64; -1 for an unknown uid."""
         return first_rows(uids.chunks, known.chunks, self.scratch)
 
 
@@ -197,16 +197,16 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """The pairs of a file, not checked yet.
+    """The pairs of a file, before they are checked.
 
     Attributes:
         source: records the errors.
         at: the file and the `Lines` of its pairs.
         query_P, label_P: row numbers of queries and labels.
         value_P: relevance as float64, NaN if it is not a number; None for filter pairs, which have
-            none.
-        by_uid: pairs were given by uid; a row number of -1 is an unknown uid, which was recorded
-        already.
+            no relevance.
+        by_uid: pairs were given by uid; row number -1 means an unknown uid, which is already
+        recorded as an error.
     """
 
     source: Source
@@ -253,7 +253,7 @@ class Pairs:
         return matrix
 
     def _blocks(self) -> Iterator[pa.Table]:
-        """All pairs; `given` are the values, and `value` those that are stored."""
+        """All pairs; `given` is the value in the file, `value` the float32 value that is stored."""
         for start in range(0, max(len(self.query_P), 1), BLOCK_PAIRS):
             block = slice(start, start + BLOCK_PAIRS)
             query_P = self.query_P[block]
@@ -275,7 +275,7 @@ def read_sparse_text(source: Source, path: Path, shape: tuple[int, int]) -> Pair
 
     Raises:
         DataError: the header or the number of rows does not match the texts. The header is checked
-            before memory of its size is allocated.
+            before any memory is allocated by it.
     """
     report = source.report(path)
     lines = read_lines(path, source.bounds)
@@ -360,8 +360,8 @@ def read_npz(source: Source, path: Path, shape: tuple[int, int]) -> Pairs:
     """Read relevance from an npz file of `scipy.sparse.save_npz`.
 
     Raises:
-        DataError: not such a file, its unpacked size is too large, or its row counts differ from
-        the texts.
+        DataError: not such a file, its unpacked size is too large, or its shape does not match the
+        texts.
     """
     try:
         with zipfile.ZipFile(path) as archive:

@@ -1,8 +1,8 @@
-"""Finds the files of a layout in a folder. What stands in the place of a file but cannot be read is
-refused.
+"""Finds the files of a layout in a folder, and refuses forms of a file that cannot be read.
 
-Such are dangling links, pipes and folders, a table in several part files, one packed with a method
-other than gzip, and two files for one table."""
+These are dangling links, pipes and folders, tables in several part files or compressed with a
+method other than gzip, and two files for one table.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PART = r"[-_.]?(part)?[-_.]?\d+([-_.]of[-_.]\d+)?"
 
 
 def present(root: Path, names: Sequence[str]) -> list[Path]:
-    """All of these names that exist in the folder, with or without .gz, of whatever kind."""
+    """All existing paths with these names in the folder, with or without .gz, of any file type."""
     paths = (root / f"{name}{suffix}" for name in names for suffix in ("", ".gz"))
     return [path for path in paths if os.path.lexists(path)]
 
@@ -28,7 +28,7 @@ def find(root: Path, names: Sequence[str]) -> Path | None:
     """The file with one of these names, with or without .gz; None if there is none.
 
     Raises:
-        DataError: there are two; or what is there cannot be read.
+        DataError: there are two files, or the file is in a form that cannot be read.
     """
     for folder in {(root / name).parent for name in names} - {root}:
         if os.path.lexists(folder) and not folder.is_dir():
@@ -55,8 +55,8 @@ def find(root: Path, names: Sequence[str]) -> Path | None:
 
 
 def check_other_forms(root: Path, names: Sequence[str]) -> None:
-    """Raise a DataError if the folder has one of these files in parts, or packed with another
-    method than gzip.
+    """Raise a DataError if the folder has one of these files in parts, or compressed with a method
+    other than gzip.
     """
     for name in names:
         path = root / name
@@ -87,7 +87,7 @@ def _parts(path: Path) -> Iterator[Path]:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """The files that are not hidden."""
+    """The files of a folder, sorted, without those whose names begin with "." or "_"."""
     files = sorted(file for file in folder.iterdir() if file.is_file())
     return [file for file in files if not file.name.startswith((".", "_"))]
 

@@ -1,7 +1,7 @@
-"""Queries, labels and pairs that are given in Python: lists, mappings, tables and matrices.
+"""Queries, labels and pairs given as Python objects: lists, mappings, tables and matrices.
 
-They become tables of the layout `tables`, with the same checks and look-ups as its files. What
-could be read in two ways, or only in part, is refused. Errors name positions, counted from 0.
+They are converted to tables of the layout `tables` and checked like its files. Input that is
+ambiguous, or that would be read only in part, is refused. Errors name positions, counted from 0.
 
 Legend: P pairs.
 """
@@ -51,9 +51,9 @@ class PairMatrix:
     """Pairs as a matrix [queries, labels], whose rows and columns are in the order of the tables.
 
     Attributes:
-        at: its name and the row of each pair.
-        matrix: all stored entries; explicit zeros are no pairs.
-        columns: it has none.
+        at: name and `Lines` of the pairs, whose line numbers are their matrix rows.
+        matrix: all stored entries; explicit zeros are not pairs.
+        columns: empty, for the protocol `GivenPairs`.
     """
 
     at: tuple[str, Lines]
@@ -62,8 +62,8 @@ class PairMatrix:
 
     @classmethod
     def of(cls, given: Any) -> PairMatrix:
-        """From a sparse or a dense matrix; repeated entries are kept, and found as pairs that are
-        given twice.
+        """Pairs from a sparse or dense matrix. Repeated entries are kept, so that they are reported
+        as pairs given twice.
         """
         matrix = coo_matrix(given)
         return cls(("pairs", matrix.row.__getitem__), matrix)
@@ -157,7 +157,7 @@ def _text_table(
             index holds the uids); or a table with column `text` and, unless its index holds the
             uids, `id`.
         what: "queries" or "labels".
-        columns: the needed and the optional ones.
+        columns: names of the required and of the optional columns.
     """
     named = _columns_of(given, what)
     if named is None:
@@ -211,7 +211,7 @@ def _columns_of(given: Any, what: str) -> list[tuple[str, list[Any]]] | None:
         table = pa.table(given)
         columns = [column.to_pylist() for column in table.columns]
         return list(zip(table.column_names, columns, strict=True))
-    # of datasets
+    # Hugging Face datasets
     if isinstance(names, list) and hasattr(given, "__getitem__"):
         return [(name, list(given[name])) for name in names]
     raise DataError(
@@ -235,7 +235,7 @@ def _index_uids(index: pd.Index, what: str) -> list[Any]:
 
 
 def _refuse_named_index(frame: pd.DataFrame, what: str) -> None:
-    """Raise a DataError for an index that holds a column, which would not be read."""
+    """Raise a DataError for a named or multi-level index: its columns would not be read."""
     names = [str(name) for name in frame.index.names if name is not None]
     if names or isinstance(frame.index, pd.MultiIndex):
         raise DataError(
@@ -257,7 +257,7 @@ def _list_of_pairs(source: Given, given: Any, num_queries: int) -> Table:
         )
     entries = list(given)
     lengths = [len(one) if isinstance(one, tuple | list | np.ndarray) else 0 for one in entries]
-    # several forms: those of the shortest are pairs
+    # if the entries differ in length, the shortest valid length is expected
     length = 2 if 2 in lengths else 3
     for place, entry in enumerate(entries):
         if lengths[place] != length:
@@ -311,7 +311,7 @@ def _table(
     named: list[tuple[str, list[Any]]],
     columns: tuple[Sequence[str], Sequence[str]],
 ) -> Table:
-    """The table of these columns, after the checks of a file's header and rows."""
+    """A table of these columns, with the checks that a file's header and rows get."""
     names = [name for name, _ in named]
     values = [column for _, column in named]
     allowed = [*columns[0], *columns[1]]
@@ -340,7 +340,9 @@ def _table(
 def _rows(
     source: Given, what: str, names: Sequence[str], rows: Iterable[tuple[Any, ...]]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Position and cells of each row. A cell of a wrong type is recorded, and empty."""
+    """Position and cells of each row. A cell of a wrong type is recorded as an error and left
+    empty.
+    """
     for place, values in enumerate(rows):
         row = {}
         for name, given in zip(names, values, strict=True):
@@ -353,16 +355,16 @@ def _rows(
 
 
 def _plain(value: Any) -> Any:
-    """A cell as Python's own type; None if it is missing."""
+    """A cell as a built-in Python type; None if it is missing."""
     if isinstance(value, np.generic):
         value = value.item()
-    if pd.isna(value) is True:  # of a list it is an array
+    if pd.isna(value) is True:  # for a list, isna returns an array
         return None
     return str(value) if isinstance(value, str) else value  # without subclasses of str
 
 
 def _fault(name: str, value: Any) -> str | None:
-    """What is wrong with a cell, by the column's name; None if nothing is."""
+    """The error of a cell in the column `name`; None if there is none."""
     if name == "text" and (value is None or (isinstance(value, str) and not value.strip())):
         return "the text is missing or empty"
     if value is None:

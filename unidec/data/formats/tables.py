@@ -1,9 +1,8 @@
 """Layouts in which pairs are given by uid: plain tables, and BEIR.
 
 tables: queries: id, text [, content] [, split]; labels: id, text [, content]; pairs: query_id,
-label_id [, relevance]
-[, split]; filters (optional): query_id, label_id. The split (train, validation, test) belongs to
-queries or pairs.
+label_id [, relevance] [, split]; filters (optional): query_id, label_id. The split (train,
+validation, test) is a column of either the queries or the pairs.
 
 BEIR: corpus.jsonl (labels), queries.jsonl, qrels/{train,dev,test}.tsv.
 """
@@ -35,7 +34,7 @@ QUERIES, LABELS, PAIRS, FILTERS = (
     [f"{stem}.{kind}" for kind in ("csv", "tsv", "parquet", "jsonl")]
     for stem in ("queries", "labels", "pairs", "filters")
 )
-QUERY_COLUMNS = ("id", "text"), ("content", "split")  # needed, optional
+QUERY_COLUMNS = ("id", "text"), ("content", "split")  # required, optional
 LABEL_COLUMNS = ("id", "text"), ("content",)
 PAIR_COLUMNS = ("query_id", "label_id"), ("relevance", "split")
 QRELS = {
@@ -46,7 +45,7 @@ QRELS = {
 
 
 class GivenPairs(Protocol):
-    """Pairs before their look-up: a `Table`, or a matrix (`memory.PairMatrix`)."""
+    """Pairs before their uids are looked up: a `Table`, or a matrix (`memory.PairMatrix`)."""
 
     @property
     def at(self) -> tuple[str, Lines]: ...
@@ -59,11 +58,11 @@ class GivenPairs(Protocol):
 
 @dataclass(frozen=True)
 class Table:
-    """A file, or a table in memory, that was read.
+    """The contents of a table file or of a table in memory.
 
     Attributes:
-        at: its name and the `Lines` of its rows.
-        columns: its columns as strings; "" for a missing value.
+        at: name of the file or table, and the `Lines` of its rows.
+        columns: the columns as strings; "" for a missing value.
     """
 
     at: tuple[str, Lines]
@@ -72,7 +71,7 @@ class Table:
 
     def pairs(self, source: Source, queries: pa.Table, labels: pa.Table) -> Pairs:
         """The rows as pairs: the first two columns are the uids of query and label. Unknown uids
-        are recorded.
+        are recorded as errors.
 
         The relevance is in column "relevance" or "score"; without such a column it is 1.
         """
@@ -94,7 +93,7 @@ class Table:
         )
 
     def _rows(self, source: Source, what: str, column: str, known: pa.ChunkedArray) -> np.ndarray:
-        """Row of each uid of a column in `known`; -1 for an unknown uid, which is recorded."""
+        """Row in `known` of each uid of a column; -1 for an unknown uid, which is recorded."""
         uids = self.columns[column]
         row_P = source.rows_of(uids, known)
         unknown = np.flatnonzero(row_P < 0)
@@ -177,7 +176,7 @@ def _read_beir(source: Source) -> RawData:
 
 
 def _unsplit(source: Source, queries: pa.Table, labels: pa.Table, relevance: csr_matrix) -> RawData:
-    """Raw data whose queries all are in "train", without filter pairs."""
+    """Raw data with all queries in "train", without filter pairs."""
     none = csr_matrix(relevance.shape, dtype=bool)
     return RawData(
         source.root.name, {"train": queries}, labels, {"train": relevance}, {"train": none}
@@ -187,9 +186,7 @@ def _unsplit(source: Source, queries: pa.Table, labels: pa.Table, relevance: csr
 def _by_split(
     source: Source, queries_at: tuple[str, Lines], raw: RawData, split_N: np.ndarray
 ) -> RawData:
-    """Raw data with the queries of each split and their pairs, from data whose queries all are in
-    "train".
-    """
+    """Divide raw data, with all queries in "train", into splits by each query's split number."""
     file, lines = queries_at
     rows_by_split: dict[str, np.ndarray] = {}
     for number, split in enumerate(SPLITS):
@@ -215,8 +212,8 @@ def read_table(
 
     Args:
         needed: columns that must exist.
-        optional: further columns, which are left out of the table if they do not exist.
-        look: called with each row and its line.
+        optional: further columns, omitted from the table if they do not exist.
+        look: called with each row and its line number.
 
     Raises:
         DataError: a needed column is missing, a column is given twice, or the file cannot be read.
@@ -252,8 +249,8 @@ def table_of(
     *,
     look: Callable[[dict[str, Any], int], object] = lambda _row, _line: None,
 ) -> Table:
-    """The table of these rows, each with its line; `columns` are the needed and the optional ones
-    of `read_table`.
+    """A table of these rows, each given with its line number; `columns` holds `needed` and
+    `optional` of `read_table`.
     """
     needed, optional = columns
     wanted = [*needed, *optional]
@@ -278,7 +275,7 @@ def table_of(
                 yield _block(texts)
                 size = 0
                 num_rows = 0
-            del row  # the next one is read before this name is set again, and may be large
+            del row  # free it before the next row, which may be large, is read
         yield _block(texts)
 
     schema = pa.schema([(column, pa.large_string()) for column in wanted])
@@ -289,7 +286,7 @@ def table_of(
 
 
 def _block(texts: dict[str, list[str]]) -> pa.Table:
-    """A table of these columns, which are emptied."""
+    """A table of these columns; their lists are cleared."""
     arrays = [pa.array(block, pa.large_string()) for block in texts.values()]
     for block in texts.values():
         block.clear()
@@ -298,17 +295,17 @@ def _block(texts: dict[str, list[str]]) -> pa.Table:
 
 @dataclass(frozen=True)
 class _Cells:
-    """Cells of a table as texts; what is none is recorded in the source."""
+    """Reads cells of a table as texts; invalid cells are recorded in the source."""
 
     source: Source
     name: str
     needed: Sequence[str]
 
     def text(self, row: dict[str, Any], column: str, line: int) -> str:
-        """A cell as text. One that is not a string or number, or a needed one that is missing, is
-        noted and "".
+        """A cell as text. If it is not a string or number, or is required but missing, an error is
+        recorded and "" returned.
 
-        NaN, which pandas writes for a missing value, is a missing value.
+        NaN, which pandas writes for a missing value, counts as missing.
         """
         value = row.get(column)
         kind = type(value)
@@ -319,7 +316,7 @@ class _Cells:
         if value is not None and kind is not float:
             self.source.note(f"{column} is not a text", self.name, line, kind.__name__)
             self.source.advise(no_text(value))
-        # an empty row was already noted: it is not a JSON object
+        # for an empty row an error is already recorded: it is not a JSON object
         elif column in self.needed and row:
             names = list(map(str, row))
             self.source.note(f"no {column}", self.name, line, ", ".join(names)[:80])
@@ -331,8 +328,8 @@ class _Cells:
 def _note_unknown(
     source: Source, at: tuple[str, Lines], what: str, uids: dict[int, str], known: pa.ChunkedArray
 ) -> None:
-    """Record pairs with an unknown uid (by row), each with the known uid that it looks like, and
-    the difference.
+    """Record pairs with an unknown uid (`uids`: by row), each with the known uid that it resembles
+    and how they differ.
     """
     lookalikes = Known(itertools.chain.from_iterable(block.to_pylist() for block in known.chunks))
     differences = Counter[tuple[str, str]]()
@@ -351,15 +348,15 @@ def _note_unknown(
 
 
 def check_uids(source: Source, uids: pa.ChunkedArray, at: tuple[str, Lines], what: str) -> None:
-    """Record every repeated and every empty uid."""
+    """Record an error for every repeated and every empty uid."""
     is_bad_N = source.rows_of(uids, uids) != np.arange(len(uids))
     is_bad_N |= pc.equal(uids, "").to_numpy(zero_copy_only=False)
     source.note_rows(f"{what} uid empty or given twice", at, np.flatnonzero(is_bad_N), "{}", uids)
 
 
 def _splits(queries: Table, pairs: GivenPairs, query_P: np.ndarray, source: Source) -> np.ndarray:
-    """Number of each query's split in SPLITS (int8 [N]): from the queries' column "split", else
-    from the pairs', else 0 ("train"). -1: no such split, which is recorded.
+    """Index in SPLITS of each query's split (int8 [N]): from the queries' column "split", else from
+    the pairs' column, else 0 ("train"). -1 for an unknown split, which is recorded as an error.
     """
     split_N = np.zeros(queries.num_rows, dtype=np.int8)
     if "split" in queries.columns:

@@ -1,8 +1,9 @@
 """Layouts of the XMC repository and of PECOS: JSON lines, or one text per line with pairs as sparse
 text or npz.
 
-In files with one text per line the line is the title, the row number is the uid, and there is no
-content."""
+In files with one text per line, the line is the title, the row number is the uid, and the content
+is empty.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +48,13 @@ def _read(
     """Training and test queries, with their pairs and filter pairs.
 
     Args:
-        files: possible names of the files of queries, with {} for trn or tst.
-        read_split: reads the queries of a split from its file, its short name and the number of
-        queries before it.
-        pairs: possible names of the files of pairs, with {}, if they are not in the files of
-        queries.
+        files: possible names of the query files, with {} for trn or tst.
+        read_split: reads the queries of a split; called with the path of its file, the split's
+            short name and the number of queries in earlier splits.
+        pairs: possible names of the pair files, with {}, if the query files do not hold the pairs.
 
     Raises:
-        DataError: a file is missing: the training queries, or the test queries of pairs.
+        DataError: the file of training queries is missing, or a split has pairs but no queries.
     """
     queries = {}
     relevance = {}
@@ -78,7 +78,7 @@ def _read(
 
 
 def _check_no_pairs(source: Source, queries: Sequence[str], pairs: Sequence[str]) -> None:
-    """Raise a DataError if there are pairs although these files of queries do not exist."""
+    """Raise a DataError if a file of pairs exists although these query files do not."""
     for name in pairs:
         path = source.find(name)
         if path is not None:
@@ -106,9 +106,7 @@ def _read_json(source: Source) -> RawData:
 
 
 def _read_objects(source: Source, path: Path, what: str, first: int) -> Queries:
-    """Read texts, and the targets of queries. The uid of a row without one is its row number plus
-    `first`.
-    """
+    """Read texts, and targets of queries. A row without a uid gets its row number plus `first`."""
     report = source.report(path)
     queries = source.numbers(np.int32)
     rows = itertools.count()
@@ -139,9 +137,7 @@ def _read_objects(source: Source, path: Path, what: str, first: int) -> Queries:
 
 
 def _named_rows(table: Table, first: int) -> Iterator[pa.Table]:
-    """Uids, titles and contents in blocks. The uid of a row without one is its row number plus
-    `first`.
-    """
+    """Uids, titles and contents in blocks. A row without a uid gets its row number plus `first`."""
     for start in range(0, table.num_rows, BLOCK_ROWS):
         columns = {name: column.slice(start, BLOCK_ROWS) for name, column in table.columns.items()}
         count = min(BLOCK_ROWS, table.num_rows - start)
@@ -153,7 +149,7 @@ def _named_rows(table: Table, first: int) -> Iterator[pa.Table]:
 
 def _targets(item: dict[str, Any]) -> tuple[str, list[int], list[float]]:
     """Error of an object ("": none), its target_ind, and its target_rel (all 1 if it has none)."""
-    if not item:  # was noted already
+    if not item:  # its error is already recorded
         return "", [], []
     if "target_ind" not in item:
         return "no target_ind (use [] for a query without labels)", [], []
