@@ -150,7 +150,7 @@ def _rounded(value: float, digits: int = 3) -> float | None:
 
 
 def table(comparison: Comparison) -> list[list[str]]:
-    """The results so far, for a terminal: column heads, then a row per cell, mean ± spread over
+    """The results so far, for a terminal: column headings, then a row per cell, mean ± spread over
     seeds.
     """
     names = shown("compare")
@@ -188,9 +188,7 @@ def gather(comparison: Comparison) -> Results:
 def page_input(
     comparison: Comparison, found: Results, contrasts: Mapping[str, Sequence[PairedTest]]
 ) -> ComparisonInput:
-    """Everything that the page shows: the data sets on which something ran, or all if
-    nothing did.
-    """
+    """The input of the page: data sets on which something ran, or all if nothing did."""
     file = comparison.file
     jobs = comparison.jobs
     notes = _notes(comparison, found)
@@ -244,7 +242,7 @@ def _notes(comparison: Comparison, found: Results) -> list[str]:
 
 
 def _lineage(comparison: Comparison, found: Results) -> dict[str, str]:
-    """What the figures were made with; several values if they differ between cells."""
+    """Versions, commits and machine of the figures; several values if they differ between cells."""
     made = {"command": [f"unidec compare {comparison.path}"]}
     for result in found.values():
         for name, value in result["lineage"].items():

@@ -4,8 +4,8 @@ its own folder.
     runs/compare/<name>/
       shared/data-<key>/data/{dataset,tokens,propensity}   one per data set, text and tokenizer
       shared/cache                                         vectors of frozen encoders
-      cells/<data>/<cell>/<seed>-<key>/                    working folder of one run; result.json is
-      written last report.html
+      cells/<data>/<cell>/<seed>-<key>/   working folder of one run; result.json is written last
+      report.html
 
 A run's key is the hash of its inputs (parameters, data, what it starts from), so other inputs get
 another folder. A result names the code that made it; if the code has changed, it is rebuilt (not
@@ -41,7 +41,7 @@ MODEL = "outputs/model"
 PREDICTIONS = "labels.npy"
 SCORES = "scores.npz"
 
-# results of the code that makes a peer's or another run's result; a page's look changes none
+# results (`code_sha256`) whose code decides the result of a peer or of another run
 PEER_CODE = ("peers", "metrics")
 RUN_CODE = ("training", "index", "metrics")
 # parameters that a peer reads, besides those of its data

@@ -38,7 +38,7 @@ class ClassifierLabels:
 
     Attributes:
         targets: their pairs with the queries.
-        ids: int64, those whose rows this rank holds, on the table's device; None: all labels.
+        ids: int64, labels whose rows this rank holds, on the table's device; None: all labels.
         sizes: for each rank the number of labels whose rows it holds.
     """
 
