@@ -180,7 +180,7 @@ def _synonyms(share: float, model: UniDEC, tokens: Mapping[str, Tokens] | None) 
 
 
 def export_of(settings: Model, rows: Rows) -> Exported:
-    """How a model is exported: as an ordinary one, without what only training uses."""
+    """How a model is exported: as an ordinary one, without parts that only training uses."""
     parts = {GATES, RELATED_GATE, TREE, LABEL_CLUSTER}
     if settings.auxiliary:
         parts.remove(LABEL_CLUSTER)

@@ -38,7 +38,7 @@ What = Literal["vectors", "outputs"]
 
 
 def autocast(device: torch.device, amp: torch.dtype | None) -> torch.autocast:
-    """The autocast context in which the model computes on a device; None: float32."""
+    """The autocast context in which the model computes on a device; `amp` None: float32."""
     return torch.autocast(device.type, dtype=amp or torch.bfloat16, enabled=amp is not None)
 
 

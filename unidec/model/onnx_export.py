@@ -42,7 +42,7 @@ Inputs = dict[str, Any]
 
 
 class TransformerGraph(nn.Module):
-    """A transformer from token ids and mask, int64 [B, T], to pooled vectors float32 [B, D]."""
+    """Maps token ids and mask, int64 [B, T], to the transformer's pooled vectors float32 [B, D]."""
 
     transformer: Any
 

@@ -1,4 +1,4 @@
-"""Soft top-k: a loss that a positive escapes within the top k of its row, at whatever rank.
+"""Soft top-k: a loss that is almost 0 for a positive within the top k of its row, at any rank.
 
 Legend: B queries (rows), S pool labels (columns), P positive pairs in the pool, K the k highest
 entries of a row.

@@ -61,7 +61,7 @@ def inverse_propensities(settings: TrainingSettings, dataset: XMCDataset) -> np.
 
 @dataclass(frozen=True)
 class TrainingTexts:
-    """The texts of training rows: queries, and behind them the labels.
+    """The texts of training rows: queries, followed by labels.
 
     Attributes:
         tokens: token caches "queries" and "labels".

@@ -225,7 +225,7 @@ def newest_state(run_dir: Path) -> tuple[Path | None, dict[str, Any], list[str]]
 
 
 def _newest(run_dir: Path, read: Callable[[Path], Loaded]) -> tuple[Loaded | None, list[str]]:
-    """The result of `read` for the newest checkpoint where it raises no ArtifactError, and the
+    """The result of `read` for the newest checkpoint for which it raises no ArtifactError, and the
     errors of newer ones.
     """
     rejected: list[str] = []

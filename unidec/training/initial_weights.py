@@ -54,7 +54,7 @@ class Start:
     vectors: Path | None = None
 
     def rows_of(self, uids: pa.Array | pa.ChunkedArray) -> np.ndarray:
-        """Row of each label in the earlier model, int64 [L]; -1: it does not have the label."""
+        """Row of each label in the earlier model, int64 [L]; -1 if that lacks the label."""
         rows = pc.index_in(uids, value_set=self.uids.cast(uids.type))
         return np.asarray(pc.fill_null(rows, -1), dtype=np.int64)
 
