@@ -33,7 +33,7 @@ from unidec.evaluation.significance import best_systems, compare_systems
 from unidec.metric_names import shown
 from unidec.training.stopping import METRIC
 
-# costs that include those of the trainings that a run builds on
+# costs to which those of the trainings that a run builds on are added
 _ADDED = ("train_seconds", "refresh_seconds", "total_seconds", "work_seconds")
 Results = dict[str, dict[str, Any]]  # result.json of each job that has one, by the job's key
 NOTE = (
@@ -45,7 +45,7 @@ NOTE = (
 def write_report(comparison: Comparison) -> Path:
     """Write report.html, and its figures as results.json, to the comparison's folder.
 
-    Both contain all results of the folder, not only those of the last call.
+    Both contain all results in the folder, not only the last call's.
 
     Returns:
         The path of report.html.
@@ -296,7 +296,7 @@ def _cell(comparison: Comparison, job: Job) -> Cell:
 
 
 def _run(comparison: Comparison, job: Job, found: Results) -> Run:
-    """The run of one seed; its seconds include those of the trainings that it builds on."""
+    """The run of one seed; its seconds include the trainings that it builds on."""
     result = found[job.key]
     costs = dict(result["costs"])
     curve = [dict(line) for line in result["curve"]]

@@ -156,7 +156,7 @@ class Search:
         self.tracker.start(self.root, facts, code_tags(), None, run_name)
 
     def _open(self, about: Mapping[str, Any]) -> None:
-        """Open or create Optuna's records; those of another search are refused."""
+        """Open or create Optuna's records; records of another search are refused."""
         from sqlalchemy.exc import DatabaseError
 
         place = str(self.root / STUDY)
@@ -320,8 +320,8 @@ class Search:
 
     def _rounds(self, step: Step, name: str) -> Generator[dict[str, Any], None, None]:
         """Run a step in a child process, and yield the record of each round as soon as it is
-        written; those of an interrupted attempt first. Closing the generator early stops the child,
-        which writes a checkpoint.
+        written, after the records of an interrupted attempt. Closing the generator early stops the
+        child, which writes a checkpoint.
         """
         subject = self.subject
         tags = run_tags() | {"tuning": subject.name}

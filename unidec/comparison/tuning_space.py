@@ -34,7 +34,7 @@ Ranges = Mapping[str, Any]
 
 
 def import_optuna() -> Any:
-    """Optuna, with its own log silenced.
+    """Import Optuna, with its log silenced.
 
     Raises:
         ConfigError: it is not installed.
@@ -103,7 +103,7 @@ def problems_of(
 
 @functools.cache
 def _kinds() -> dict[str, list[str]]:
-    """What each key takes: "number", "integer", ..."""
+    """Types of value that each key accepts: "number", "integer", ..."""
     found = {RATES: ["number"]}
     for key, _, kinds, _ in describe():
         found[key] = kinds.split()
@@ -152,7 +152,7 @@ def applied(
     origin: Mapping[str, str] | None = None,
     source: str = "trial",
 ) -> Params:
-    """The parameters with the settings of a trial; keys in `kept` stay as they are.
+    """The parameters with the settings of a trial; keys in `kept` do not change.
 
     Raises:
         ParamsError: a setting is invalid, or in conflict with the other parameters.

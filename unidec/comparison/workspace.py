@@ -7,7 +7,7 @@ its own folder.
       cells/<data>/<cell>/<seed>-<key>/   working folder of one run; result.json is written last
       report.html
 
-A run's key is the hash of its inputs (parameters, data, what it starts from), so other inputs get
+A run's key is the hash of its inputs (parameters, data, initial model), so other inputs get
 another folder. A result names the code that made it; if the code has changed, it is rebuilt (not
 with `keep_results`)."""
 
@@ -223,7 +223,7 @@ def _run_step(job: Job, root: Path, data: Step, before: Step | None, is_needed: 
         data: makes its data set. before: makes the model that it builds on.
         is_needed: another job builds on its model.
     """
-    # the data set has a key of its own
+    # the data set's parameters are in its own key
     decide = keys_deciding("label_graph", "training", "index", "evaluation")
     code: tuple[str, ...] = RUN_CODE
     if job.kind == "peer":

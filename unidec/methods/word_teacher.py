@@ -40,8 +40,8 @@ class WordTargets:
 
 class WordTeacherLoss:
     """Cross entropy of the softmax of a head's logits with the probabilities by words, which are
-    scaled to sum up to 1 over the pool; mean over the queries, 0 for those of which the pool has no
-    label with a probability.
+    scaled to sum up to 1 over the pool; mean over the queries; a query without a label with a
+    probability in the pool counts as 0.
     """
 
     name = "teacher"

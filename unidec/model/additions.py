@@ -133,10 +133,10 @@ class Exported:
     """How a trained model is exported: as an ordinary one, without parts that only training needs.
 
     Attributes:
-        classifier: rows float32 [L, D] and biases float32 [L]; None: the model's table and biases
-            as they are.
+        classifier: rows float32 [L, D] and biases float32 [L]; None: the model's table and biases,
+            unchanged.
         settings: values of section `model` that the export has instead of the training's.
-        without: parts of the model that are left out.
+        without: parts of the model that are omitted.
     """
 
     classifier: Classifier = (None, None)
@@ -188,13 +188,13 @@ class TextChange(Protocol):
     """A change of the texts of a step's queries."""
 
     def apply(self, parts: Parts, drawn: Drawn) -> tuple[str, Tokens, np.ndarray]:
-        """The changed texts of all queries of the batch, as a source of its own: name, tokens, rows
-        int64 [B].
+        """The changed texts of all queries of the batch, as a new source: name, tokens, rows int64
+        [B].
         """
 
 
 class Shortlister(Protocol):
-    """Chooses the labels from which hard negatives are drawn, in place of the nearest ones."""
+    """Chooses the labels from which hard negatives are drawn, instead of the nearest labels."""
 
     def shortlist(
         self, encode: Callable[[np.ndarray], Tensor], rows_n: np.ndarray, relevance: sp.csr_matrix

@@ -74,7 +74,7 @@ class Prepared:
             labels, then those that a method added; in chunks if gradients are cached.
         counts: numbers of texts.
         own_labels: int64, the labels whose texts this rank encodes, if a method reads them.
-        added: by name what methods drew for the batch.
+        added: data that methods drew for the batch, by name.
     """
 
     pool: PoolBatch

@@ -442,7 +442,7 @@ def transformer_config(folder: Path) -> Any:
 
     Raises:
         ConfigError: it is damaged, of an architecture that the installed transformers does not
-            have, or needs code of its own, which is never run.
+            have, or needs remote code, which is never run.
     """
     from transformers import AutoConfig
 

@@ -324,8 +324,7 @@ class UniDEC(nn.Module):
         under autocast, as in serving.
 
         Args:
-            desc: title of a progress bar; None: no progress bar. The other arguments are those of
-                `encode`.
+            desc: title of a progress bar; None: no progress bar. Other arguments: as for `encode`.
             only: compute this head only.
             into: with `only`, the array [n, D] that is filled and returned.
         """

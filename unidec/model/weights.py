@@ -1,5 +1,5 @@
-"""Copies weights from a file into a model: all of them, or those of an earlier model that a new one
-starts from.
+"""Copies weights from a file into a model: all of them, or encoder and heads of the earlier model
+from which a new one starts.
 
 Legend: W width of the encoder, D width of a head.
 """

@@ -155,7 +155,7 @@ def _blank(description: dict[str, Any]) -> str | None:
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """The steps of a part of tokenizer.json, those of sequences included."""
+    """The steps of a part of tokenizer.json, including the steps of sequences."""
     if isinstance(part, list):
         for each in part:
             yield from _steps(each)

@@ -124,8 +124,8 @@ def word_keys(
     """64-bit hashes of all words of some texts.
 
     Args:
-        skipped_V: bool [V], special tokens, which are not part of a text. The other arguments are
-            those of `with_words`.
+        skipped_V: bool [V], special tokens, which are not part of a text. Other arguments: as for
+            `with_words`.
 
     Returns:
         (hashes uint64 [W] of all texts in order, number of words of each text int64 [B]).

@@ -5,7 +5,7 @@ Layout of a run's folder:
 - `checkpoints/step-0000000120/`: `dense.safetensors`; `rows-00000.safetensors`, one file for each
   rank with tensors `<table>/<name>` and the ranges of rows in its metadata; `state.json`;
   `manifest.json`;
-- `checkpoints/latest`: name of the newest checkpoint, for people;
+- `checkpoints/latest`: name of the newest checkpoint, for humans;
 - `refresh/epoch-00004/`: clusters and hard negatives of a round. A checkpoint inside the round
   contains the sha256 of its manifest, and is incomplete without it.
 
@@ -255,8 +255,8 @@ def read_state(run_dir: Path, path: Path, verify: bool = True) -> dict[str, Any]
     """`Checkpoint.state` of a checkpoint's folder.
 
     Args:
-        verify: check all hashes, also those of the refresh that the checkpoint needs; else names
-            and sizes only.
+        verify: check all hashes, including those of the refresh that the checkpoint needs;
+            otherwise only names and sizes.
 
     Raises:
         ArtifactError: the checkpoint is incomplete or damaged.

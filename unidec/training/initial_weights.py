@@ -125,7 +125,7 @@ def take_rows(
     keep: float = 1.0,
     holds_text: bool = False,
 ) -> None:
-    """Initialise the classifier's rows and biases from those of the start with the same label uid.
+    """Initialise the classifier's rows and biases from the start's, by label uid.
 
     A row becomes `keep` times the start's row plus (1 - `keep`) times the embedding of the label's
     text in the model. The embedding is scaled to unit length, or to the mean length of the reused
@@ -202,8 +202,8 @@ def _blocks(places: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _classifier_of(start: Start) -> tuple[Tensor | None, Tensor | None]:
-    """Rows float32 [K, D] and biases [K, 1] of the start's classifier; None for what it does not
-    have.
+    """Rows float32 [K, D] and biases [K, 1] of the start's classifier; None for those that it
+    lacks.
     """
     rows_name, bias_name = CLASSIFIER
     bias = None

@@ -27,9 +27,9 @@ def random_batches(rows: np.ndarray, batch_size: int, seed: int, epoch: int) -> 
 
 
 def queries_a_batch(pool: Pool, num_rows: int) -> int:
-    """Number of queries in the largest batch: `pool.batch_size`, or with `pool.batch_fit: least`
-    the smallest N / 2^depth, rounded up, that is at least that (as are the published 1,152 on 131K
-    and 1,098 on 1.3M).
+    """Number of queries in the largest batch: `pool.batch_size`, or for clustered batches with
+    `pool.batch_fit: least` the smallest N / 2^depth, rounded up, that is at least that (as are the
+    published 1,152 on 131K and 1,098 on 1.3M).
     """
     if pool.batch_fit == "most" or pool.batches == "random":
         return pool.batch_size

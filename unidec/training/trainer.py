@@ -341,7 +341,7 @@ class Trainer:
         )
 
     def _set_last_round(self) -> None:
-        """Tell the schedule which round is the last one, as far as it is decided."""
+        """Tell the schedule which round is the last one, as far as that is decided."""
         begin, end = self.stopping.read(self.run_dir, self.at.epoch)
         steps = self.steps_per_epoch
         self.optimisers.last_round = (begin * steps, end * steps)
