@@ -184,7 +184,7 @@ class Planner:
 
     def _searches(self, tuning: TuningEntry, systems: Mapping[str, System]) -> list[Job]:
         """The first trial of each recipe cell's search: the unchanged cell. A cell that builds on
-        another one uses the untuned one.
+        another cell uses that cell untuned.
         """
         self._check_name("tuning.data", "data set", tuning.data, self.file.data)
         if tuning.data not in self.file.data:

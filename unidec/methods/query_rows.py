@@ -47,7 +47,7 @@ class QueryTexts:
         draw_E[np.isin(query_E, pool.rows_B)] = 2.0
         order = np.lexsort((draw_E, row_E))
         row_E = row_E[order]
-        first_E = np.searchsorted(row_E, row_E)  # place of the label's first query
+        first_E = np.searchsorted(row_E, row_E)  # position of the label's first query
         place_E = np.arange(len(row_E)) - first_E
         chosen_E = (place_E < self.num_drawn) & (draw_E[order] < 1)
         rows_M, text_E = np.unique(query_E[order][chosen_E], return_inverse=True)

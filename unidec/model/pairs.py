@@ -107,8 +107,8 @@ class Columns:
         """Set the k highest of S > k entries of each row to `MASKED`, in place.
 
         Returns:
-            these entries [B, k], the next highest [B, 1], and (places, values), whose scatter along
-            dim 1 restores the entries.
+            these entries [B, k], the next highest [B, 1], and (indices, values), whose scatter
+            along dim 1 restores the entries.
         """
         value_BK, place_BK = x_BS.topk(k + 1, dim=1)
         top_BK, next_B1 = value_BK.split([k, 1], dim=1)

@@ -1,5 +1,5 @@
-"""Queries to git. If a repository's query fails, its state is unknown, which differs from having no
-repository.
+"""Queries to git. A repository in which a query fails is distinct from a missing repository: its
+state is unknown.
 """
 
 from __future__ import annotations

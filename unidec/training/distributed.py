@@ -324,7 +324,7 @@ class Ranks:
         return [count > 0 for count in counts.tolist()]
 
     def all_reduce(self, tensor: Tensor, group: Any = None, op: Any = dist.ReduceOp.SUM) -> None:
-        """Reduce a tensor over the ranks, in place; by default one of a step, on the device."""
+        """Reduce a tensor over the ranks, in place; default group: for a step, on the device."""
         if tensor.numel():
             with _lost_rank():
                 dist.all_reduce(tensor, op, group=group or self._steps)

@@ -37,7 +37,7 @@ class FiniteChecks:
         self._steps: list[tuple[UncheckedStep, Tensor]] = []
 
     def note(self, step: UncheckedStep, value: Tensor) -> None:
-        """Note a step.
+        """Record a step.
 
         Args:
             value: 0-d, finite if all losses and gradients are.

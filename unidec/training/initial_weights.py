@@ -196,7 +196,7 @@ def _mean(values: Tensor) -> float:
 
 
 def _blocks(places: np.ndarray) -> Iterator[np.ndarray]:
-    """Places in blocks of `START_BLOCK`."""
+    """Split an array into blocks of `START_BLOCK`."""
     for begin in range(0, len(places), START_BLOCK):
         yield places[begin : begin + START_BLOCK]
 

@@ -237,7 +237,7 @@ def faiss_search(label: Tensor) -> Search:
     def search(query: np.ndarray, k: int, exclude: sp.csr_matrix) -> tuple[np.ndarray, np.ndarray]:
         rows_B = np.arange(len(query))
         row_E, label_E, _ = row_entries(exclude, rows_B)
-        # enough labels that k are left without the excluded ones
+        # enough labels that k remain without the excluded ones
         most_excluded = int(np.bincount(row_E).max(initial=0))
         query = np.ascontiguousarray(query, np.float32)
         score, nearest = index.search(query, k + most_excluded)

@@ -10,7 +10,7 @@
 A bag of token embeddings (`st-static`) or a transformer (`st-transformer`), trained by their
 trainer with multiple negatives ranking: half of the epochs on pairs, half on triplets with
 negatives that their miner finds with the model of the first half. No label of a query is a negative
-of it, neither a mined one nor one of its batch. Exact search by cosine.
+of it, neither mined nor in the batch. Exact search by cosine.
 
 Shape legend: E pairs, V token ids, D width, L labels.
 """
