@@ -33,7 +33,7 @@ _LEAST_K = 8  # requests for up to this number of labels are searched together
 
 @dataclass(frozen=True)
 class LabelQuery:
-    """A query and how to answer it.
+    """A query and the options for answering it.
 
     Attributes:
         text: the query; for a model of long texts, title and content joined by a space.
@@ -109,14 +109,14 @@ class Answerer:
     def open(
         cls, folder: str | os.PathLike[str], runtime: Runtime = "auto", threads: int = 0
     ) -> Answerer:
-        """Open a bundle's folder; arguments and errors as for `open_encoder`, errors also as for
-        `Bundle.load`.
+        """Open a bundle's folder. Arguments are those of `open_encoder`; errors those of
+        `open_encoder` and `Bundle.load`.
         """
         bundle = Bundle.load(folder, lazy=True)
         return cls(bundle, open_encoder(bundle, runtime, threads))
 
     def check(self, request: LabelQuery, where: str = "request") -> None:
-        """Raise a DataError if the text (also a blank one), k, tail, min_score or head is invalid
+        """Raise a DataError if the text (also a blank one), k, tail, min_score or head is not valid
         for this bundle.
         """
 
@@ -147,10 +147,10 @@ class Answerer:
             raise refused("head", what, request.head, ", ".join(heads))
 
     def answer(self, requests: Sequence[LabelQuery]) -> list[Prediction]:
-        """Labels of each request, best first, ties ordered by label row; raises DataError, which
-        names the request.
+        """Labels of each request, best first; ties are ordered by label row. Raises a DataError
+        that names the invalid request.
 
-        Requests of more than one batch are encoded by length, so that there is little padding.
+        If there is more than one batch, requests are sorted by length to reduce padding.
         """
         for place, request in enumerate(requests):
             self.check(request, f"request {place}")
@@ -202,7 +202,7 @@ class Answerer:
         return table.astype({"rank": "int64", "score": "float64"})
 
     def explain(self, request: LabelQuery, neighbours: int = 10) -> Explanation:
-        """The answer to a request and how it came about, with up to `neighbours` similar training
+        """The answer to a request, the parts of its score, and up to `neighbours` similar training
         queries.
         """
         self.check(request)
@@ -222,7 +222,7 @@ class Answerer:
         return Explanation(prediction, weights, self._nearest(encoded, neighbours), tokens, cut)
 
     def _answer(self, requests: Sequence[LabelQuery], encoded: Encoded) -> list[Prediction]:
-        """Answers to requests, one search for each group of the same search options."""
+        """Answers to requests; requests with the same search options share one search."""
         groups: dict[Any, list[int]] = defaultdict(list)
         for place, request in enumerate(requests):
             groups[_search_options(request)].append(place)
@@ -239,7 +239,7 @@ class Answerer:
         """Answers to requests with the same search options."""
         bundle = self.bundle
         first = requests[0]
-        # depends on the search options alone, so that a request alone gets the same answer
+        # depends only on the search options: a request gets the same answer alone and in a batch
         k = min(_searched_k(first), bundle.info.num_labels)
         denied = [self._rows(request.deny) for request in requests]
         excluded = []
@@ -278,7 +278,7 @@ class Answerer:
     def _rows(self, uids: Sequence[str]) -> tuple[Rows, int]:
         """Rows of the given labels, ascending, and the number of unknown uids."""
         unique = set(uids)
-        # uids are looked up only if there are any: the table of all of them is made on first use
+        # `row_of` of all labels is built on first use: not touched without uids
         row_of = self.bundle.row_of if unique else {}
         rows = sorted(row_of[uid] for uid in unique if uid in row_of)
         num_unknown = len(unique) - len(rows)
@@ -314,13 +314,13 @@ class Answerer:
 
 
 def _search_options(request: LabelQuery) -> Any:
-    """Options by which requests are grouped for a search."""
+    """The options that requests must share to be searched together."""
     allowed = None if request.allow is None else frozenset(request.allow)
     return request.head, request.tail, allowed, _searched_k(request)
 
 
 def _searched_k(request: LabelQuery) -> int:
-    """The number of labels, rounded up to a power of two.
+    """The number of labels to search for: k rounded up to a power of two, at least `_LEAST_K`.
 
     An approximate search finds more if more labels are requested, so this number must not depend on
     the other requests.

@@ -1,14 +1,14 @@
-"""A bundle: one folder with everything that answers queries; it needs neither the training data nor
+"""A bundle: one folder with everything needed to answer queries, without the training data or
 params.yaml.
 
     bundle.json     description: space, blend, sizes, data set, metrics, parameters (`BundleInfo`)
     model/          encoder and heads as written by the training, with their own manifest
-    vectors/*.npy   float32: de [L, D] label embeddings, clf [L, D] classifier rows, bias [L]; those
-                    that exist
+    vectors/*.npy   float32, each if the model has it: de [L, D] label embeddings, clf [L, D]
+                    classifier rows, bias [L]
     index.faiss     label index over the searched space
     labels.arrow    uid and title of each label
     neighbours/     if training queries vote: their vectors float16 [M, D] or words (CSR), labels
-                    (CSR), uids and titles; with words, those of the label texts (CSR)
+                    (CSR), uids and titles; with words, also the words of label texts (CSR)
     manifest.json   size and sha256 of each file
 
 Legend: B queries, L labels, K results, M training queries, D width of a head.
@@ -57,13 +57,13 @@ class Bundle:
     """A loaded bundle. Predicting is thread-safe.
 
     Attributes:
-        path, sha256: the folder and its hash, by which it is registered.
+        path, sha256: the folder, and its hash, which identifies the bundle in the registry.
         info: content of `bundle.json`.
         uids, titles: Arrow string arrays [L].
         about: the model, or its `ModelConfig` if the model is not loaded.
         index: the label index.
-        vectors: the labels' arrays by name, memory-mapped: de, clf [L, D], bias [L]; those that
-        exist.
+        vectors: memory-mapped label arrays by name, if the model has them: de, clf [L, D], bias
+        [L].
         neighbours: training queries that vote; None if none do.
         ranker: ranks labels for encoded queries.
     """
@@ -150,7 +150,7 @@ class Bundle:
 
     @functools.cached_property
     def encoder(self) -> QueryEncoder:
-        """The encoder of queries: the model itself, unless another one was assigned
+        """The query encoder: the model itself, unless another encoder was assigned
         (`query_encoder.open_encoder`).
         """
         return ModelEncoder(self.model, self.words)
@@ -167,8 +167,8 @@ class Bundle:
 
     @property
     def words(self) -> WordSpace | None:
-        """The word space in which training queries are compared; None if they are not compared by
-        words.
+        """The word space in which training queries are compared; None if they do not vote or are
+        compared by vectors.
         """
         return None if self.neighbours is None else self.neighbours.words
 
@@ -300,13 +300,13 @@ PREDICTION_SCHEMA = pa.schema(
 def _load_model(path: Path, device: str) -> Any:
     from unidec.methods.assembly import load_model
 
-    # not verified: the bundle's manifest has these hashes; without rows: the bundle's arrays hold
-    # the classifier's
+    # verify: the bundle's manifest has these hashes; rows: classifier rows are in the bundle's
+    # arrays
     return load_model(path, device, verify=False, rows=False)
 
 
 def _check_model(path: Path, model: Any, info: BundleInfo) -> None:
-    """Raise ArtifactError unless number of labels, width and heads of the model are those of the
+    """Raise an ArtifactError if the model's number of labels, width or heads differ from the
     bundle's vectors.
     """
     heads = {"de", "clf"} if model.heads == "both" else {model.heads}

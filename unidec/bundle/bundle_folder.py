@@ -1,5 +1,5 @@
-"""The bundle's folder: what `bundle.json` holds, how the folder is written, and what is checked
-before any of it is used. `bundle.py` lists the files.
+"""The bundle's folder: how it is written, and how its parts are read and checked before use.
+`bundle.py` lists the files.
 
 Legend: L labels, D width of a head.
 """
@@ -40,7 +40,7 @@ LABEL_SCHEMA = pa.schema([pa.field(name, pa.string(), nullable=False) for name i
 INDEX = "index.faiss"
 
 _FILES = {"bundle.json", "labels.arrow", INDEX}
-# of files that could be run when they are read
+# suffixes of files that could execute code when loaded
 _CODE = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".py")
 _VECTORS = {"vectors/de.npy", "vectors/clf.npy", "vectors/bias.npy"}
 
@@ -50,9 +50,9 @@ class BundleLabels:
     """The labels of a new bundle.
 
     Attributes:
-        uids, titles: of the L labels; uids are unique.
-        vectors: float32 arrays "de" and "clf" [L, D], "bias" [L]; arrays that the model lacks are
-        None or absent.
+        uids, titles: one for each of the L labels; uids are unique.
+        vectors: float32 arrays "de" and "clf" [L, D], "bias" [L]; None or absent if the model lacks
+        the array.
         estimated: see `BundleInfo`.
     """
 
@@ -210,7 +210,7 @@ def read_labels(root: Path, num_labels: int) -> pa.Table:
 
 
 def read_heads(root: Path, info: BundleInfo, verify: bool = True) -> Heads:
-    """Memory-map the arrays under vectors/, and how they score.
+    """Memory-map the arrays under vectors/, with the settings by which they score.
 
     Raises:
         ArtifactError: a file is missing, has another dtype or shape, or (with `verify`) is not

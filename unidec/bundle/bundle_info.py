@@ -1,4 +1,4 @@
-"""What `bundle.json` holds.
+"""The schema of `bundle.json`.
 
 Legend: L labels, D width of a head.
 """
@@ -31,7 +31,7 @@ class KnnInfo(BaseModel):
         num_words: number of words and pairs of words by which queries are compared; None: compared
         in `space`.
         word_head: number of first tokens whose words are also compared separately; 0: none.
-        spelt_words: words are compared by what they write, not by their pieces; written only then.
+        spelt_words: words are identified by their spelling, not by their pieces; omitted if false.
     """
 
     model_config = _STRICT
@@ -84,12 +84,12 @@ class BundleInfo(BaseModel):
         estimated: row ranges [begin, end) of labels added after the training, whose classifier rows
             and biases are estimates (label_change.py).
         knn: votes of similar training queries; None: none vote.
-        fusion: ranks in place of the blend of heads and votes; None: the blend ranks.
+        fusion: ranks instead of the blend of heads and votes; None: the blend ranks.
         calibration: maps scores to probabilities; None: not fitted.
         text: text of a query on which the model was trained: "title" or "title+content".
         dataset: name and sha256 of the data set. metrics: summary of the metrics. params: all
         training parameters.
-        card: further facts for readers.
+        card: further facts, shown in reports.
     """
 
     model_config = _STRICT
@@ -114,7 +114,7 @@ class BundleInfo(BaseModel):
     metrics: dict[str, Any]
     params: dict[str, Any]
     card: dict[str, Any]
-    # the first bundles of format 7 have these, which say nothing
+    # written by the first bundles of format 7, and ignored
     index_nodes: Any = Field(None, exclude=True)
     default_k: Any = Field(None, exclude=True)
     max_k: Any = Field(None, exclude=True)

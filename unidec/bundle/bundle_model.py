@@ -25,17 +25,16 @@ _TRAINING_RECORDS = (".jsonl", "train.json")
 def write_model(
     source: Path, target: Path, *, num_labels: int, dim: int, texts: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Copy a model's folder without classifier rows and training records, with a manifest of its
-    own.
+    """Copy a model's folder without classifier rows and training records, and write a manifest.
 
-    If the model has a transformer but no ONNX graphs, they are exported
-    (`onnx_export.write_graphs`).
+    ONNX graphs are exported (`onnx_export.write_graphs`) if the model has a transformer but no
+    graphs.
 
     Args:
         source: the folder of an exported model, or of a bundle's model.
         target: the new folder; must not exist.
-        num_labels: number of labels for the configuration.
-        dim: width of the heads: their first dimensions are kept.
+        num_labels: number of labels to write into the configuration.
+        dim: width of the heads; only their first `dim` dimensions are kept.
         texts: typical texts, to calibrate the 8-bit graph.
 
     Returns:
@@ -71,7 +70,7 @@ def write_model(
 
 
 def typical_texts(*columns: Any) -> list[str]:
-    """Evenly spaced titles of columns that are not empty, to calibrate the 8-bit graph."""
+    """Evenly spaced non-empty titles of these columns, to calibrate the 8-bit graph."""
     num = CALIBRATION_TEXTS // len(columns)
     texts = []
     for column in columns:
@@ -81,8 +80,8 @@ def typical_texts(*columns: Any) -> list[str]:
 
 
 def _write_changed(source: Path, target: Path, name: str, num_labels: int, dim: int) -> bool:
-    """Write a file whose content differs in a bundle; returns False, without writing, if it does
-    not differ.
+    """Write a file whose content differs in a bundle; returns False, and writes nothing, if its
+    content is the same.
     """
     if name == CONFIG:
         config = read_json(source / name)

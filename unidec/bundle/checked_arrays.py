@@ -24,7 +24,7 @@ def damaged(what: str, where: Path, got: object = None, expected: object = None)
 def read_array(
     where: Path, dtype: Any, shape: tuple[int, ...], verify: bool = True
 ) -> npt.NDArray[Any]:
-    """A memory-mapped array; -1 in `shape` is any length.
+    """Memory-map an array; -1 in `shape` means any length.
 
     Raises:
         ArtifactError: the file is missing, has another dtype or shape, or (with `verify`) is not
@@ -44,8 +44,8 @@ def read_array(
 
 
 def csr_arrays(names: tuple[str, ...], matrix: csr_matrix) -> dict[str, npt.NDArray[Any]]:
-    """Row offsets, columns and (for a third name) values of a matrix as they are stored, by name of
-    the file.
+    """A CSR matrix as arrays by file name: row offsets, columns and, if there is a third name,
+    values.
     """
     arrays = (
         matrix.indptr.astype(np.int64),
@@ -58,10 +58,11 @@ def csr_arrays(names: tuple[str, ...], matrix: csr_matrix) -> dict[str, npt.NDAr
 def read_csr(
     folder: Path, names: tuple[str, ...], shape: tuple[int, int], num_entries: int = -1
 ) -> csr_matrix:
-    """A float32 matrix from the files of `csr_arrays`; without values all entries are 1.
+    """Read a float32 CSR matrix from the files of `csr_arrays`; without a values file all entries
+    are 1.
 
     Raises:
-        ArtifactError: as `read_array`; also if the arrays are not those of such a matrix.
+        ArtifactError: as `read_array`; also if the arrays do not form a matrix of this shape.
     """
     where, columns, *values = (folder / name for name in names)
     indptr = read_array(where, np.int64, (shape[0] + 1,))

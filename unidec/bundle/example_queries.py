@@ -1,5 +1,5 @@
-"""Example queries of a new label: its vectors turn towards them, and they vote for it as training
-queries do.
+"""Example queries of a new label: its vectors are shifted towards them, and they vote for it like
+training queries.
 
 Legend: E example queries, S labels whose text is encoded, M training queries, D width of a head.
 """
@@ -25,7 +25,7 @@ _BATCH = 1024  # texts encoded at once
 
 
 def encoded_examples(bundle: Bundle, texts: Sequence[str]) -> Encoded | None:
-    """Example queries as the bundle compares them; None if there are none."""
+    """Encode example queries for comparison in the bundle; None if there are none."""
     if not texts:
         return None
     model = bundle.model
@@ -38,14 +38,15 @@ def encoded_examples(bundle: Bundle, texts: Sequence[str]) -> Encoded | None:
 
 
 def with_examples(text_SD: Floats, query_ED: Floats, place_E: Rows) -> Floats:
-    """Vectors of texts, turned towards the sum of text and example queries, each at unit length.
+    """Turn each text's vector in the direction of the sum of text and example queries, each at unit
+    length.
 
     Args:
         text_SD, query_ED: float32, output of the same head for texts and for their example queries.
         place_E: int64 [E], row of each query's text.
 
     Returns:
-        float32 [S, D], each as long as its text's vector; texts without a query as they were.
+        float32 [S, D] with the lengths of `text_SD`; texts without a query are unchanged.
     """
     sum_SD = unit_rows(text_SD)
     np.add.at(sum_SD, place_E, unit_rows(query_ED))
@@ -57,15 +58,15 @@ def with_examples(text_SD: Floats, query_ED: Floats, place_E: Rows) -> Floats:
 def with_example_voters(
     voters: Neighbours, texts: Sequence[str], label_E: Rows, examples: Encoded, head: str
 ) -> Neighbours:
-    """Training queries and example queries together.
+    """Add example queries to the training queries that vote.
 
-    An example with the text of a training query adds its label to that query, whose other labels
-    then count as co-occurring ones.
+    If an example has the text of a training query, its label is added to that query; the query's
+    other labels then count as co-occurring.
 
     Args:
-        texts: of the E examples. label_E: int64 [E], row of the label of each.
+        texts: of the E examples. label_E: int64 [E], label row of each example.
         examples: the encoded texts.
-        head: whose vectors are compared, "de" or "clf", unless queries are compared by words.
+        head: the head whose vectors are compared, "de" or "clf"; unused if words are compared.
     """
     row_E = pc.index_in(pa.array(texts, pa.large_string()), voters.titles)
     row_E = row_E.fill_null(-1).to_numpy().astype(np.int64)

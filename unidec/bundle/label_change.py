@@ -1,13 +1,13 @@
-"""Changes a bundle's label set without training: new labels are found by their text.
+"""Changes a bundle's label set without training: new labels are represented by their text.
 
 Legend: L labels of the new set, K labels of the bundle, S labels of the new set whose text is
 encoded, E example queries of new labels, N nearest trained labels, T trained labels, M training
 queries, D width of a head.
 
 The dual-encoder vector of a new label encodes its text, and its classifier row is an estimate
-(`estimated_rows`). Example queries of a new label turn both towards them and vote for it
-(`example_queries.py`). Other labels keep their vectors; if the text of one changed, its
-dual-encoder vector is computed again, and so is its classifier row if that is an estimate. The
+(`estimated_rows`). Example queries of a new label shift both towards them and vote for it
+(`example_queries.py`). Existing labels keep their vectors; if a label's text changed, its
+dual-encoder vector is recomputed, and so is its classifier row if that row is an estimate. The
 index is rebuilt with the same options: a second for 10,000 labels, minutes for a million (hours for
 an HNSW graph).
 The arrays of the new label set must fit in memory."""
@@ -58,16 +58,16 @@ _BATCH = 1024  # texts encoded at once
 
 @dataclass(frozen=True)
 class LabelChange:
-    """Difference between a label set and a bundle's label set; false if there is none.
+    """Difference between a new label set and a bundle's; falsy if there is none.
 
     Attributes:
         uids, titles: uid and shown title of the L labels, in their new order.
         source_L: int64 [L], row of each label in the bundle; -1 for a new label.
         encoded_S: int64 [S] ascending, rows whose text is encoded. texts_S: these texts.
-        added, removed, renamed: uids of the new labels, of the removed ones, and of those whose
-        text or title changed.
-        example_rows_E: int64 [E], row of the new label of each example query. examples: their
-        texts.
+        added, removed, renamed: uids of labels that are new, removed, or have a changed text or
+        title.
+        example_rows_E: int64 [E], row of each example query's new label. examples: texts of the
+        example queries.
     """
 
     uids: list[str]
@@ -91,7 +91,7 @@ class LabelChange:
     ) -> LabelChange:
         """Compare a bundle's label set with a complete new one, in the new order.
 
-        A bundle stores the titles of its labels only: for a model of long texts, all texts are
+        A bundle stores only the titles of its labels, so for a model of long texts all texts are
         encoded again.
 
         Raises:
@@ -131,8 +131,8 @@ class LabelChange:
         """Add, remove and update labels. All others keep their order, and new ones come last.
 
         Args:
-            examples: queries for which an added label is right: the uid of the label and the text
-            of the query; any number for each label.
+            examples: queries for which an added label is correct: the label's uid and the query's
+                text; any number per label.
 
         Raises:
             DataError: a uid is given twice, unknown or (to add) already present, a text is empty,
@@ -260,7 +260,7 @@ def _check_edit(
 
 
 def _no_label(uid: str, known: Known) -> str:
-    """That there is no such label, and which one looks alike."""
+    """Message that there is no such label, with the most similar uid."""
     other = known.like(uid)
     if other is None:
         return f"no label {uid!r}"
@@ -278,16 +278,16 @@ def with_labels(
     dataset: Mapping[str, Any] | None = None,
     card: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a bundle with another label set and the same model and blend, deterministically.
+    """Write a bundle with a changed label set but the same model and blend, deterministically.
 
     Args:
-        bundle: the bundle from which the change was computed; it is not modified, and may serve
+        bundle: the bundle from which the change was computed; it is not modified and can be served
         meanwhile.
         path: folder of the new bundle, different from the old one.
-        neighbours: training queries with labels of the new set; None: those of the bundle, without
+        neighbours: training queries with labels of the new set; None: the bundle's queries, without
             removed labels and without queries that have no other labels. New labels then get no
             votes.
-        dataset, card: for bundle.json; None: those of the old bundle. Metrics are omitted.
+        dataset, card: for bundle.json; None: copied from the old bundle. Metrics are omitted.
 
     Raises:
         ConfigError: `path` is the bundle itself.
@@ -357,8 +357,8 @@ def _ranges(mask_L: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
 def _changed_vectors(
     bundle: Bundle, change: LabelChange, examples: Encoded | None
 ) -> tuple[dict[str, Floats], npt.NDArray[np.bool_]]:
-    """Label arrays of the new bundle by name, and the labels with estimated classifier rows, bool
-    [L].
+    """Label arrays of the new bundle by name, and a bool mask [L] of labels with estimated
+    classifier rows.
     """
     source_L = change.source_L
     encoded_S = change.encoded_S
@@ -457,8 +457,8 @@ def estimated_rows(
     cosines, which ignore a row's length. Measurements: benchmarks/results/label-changes.md.
 
     Args:
-        vectors: a bundle's arrays, which may be memory-mapped: "clf" [K, D], and if the model has
-            them "de" [K, D] and "bias" [K].
+        vectors: a bundle's arrays, which may be memory-mapped: "clf" [K, D] and, if the model has
+            them, "de" [K, D] and "bias" [K].
         trained: int64 ascending, rows of the trained labels; if empty, an estimated row is
         unit(Phi_C(s)).
         clf_SD, de_SD: float32 [S, D], output of both heads for the texts; de_SD is None without a

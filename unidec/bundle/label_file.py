@@ -12,7 +12,7 @@ from unidec.data.raw_lines import DEFAULT_BOUNDS
 from unidec.data.table_file import columns_missing, no_text, read_rows
 from unidec.errors import DataError
 
-# accepted names of the column of ids; the first one is shown
+# accepted names of the id column; messages show the first
 ID_COLUMNS = ("id", "uid", "label_id")
 MOST_SHOWN = 10  # problems listed in one message
 
@@ -40,23 +40,22 @@ class LabelText:
 
 
 def listing(problems: Sequence[str]) -> str:
-    """The first problems, one per line, and the number of further ones."""
+    """The first `MOST_SHOWN` problems, one per line, and the number of further ones."""
     listing = "\n    ".join(["", *problems[:MOST_SHOWN]])
     num_more = len(problems) - MOST_SHOWN
     return f"{listing}\n  and {num_more:,} more" if num_more > 0 else listing
 
 
 def read_labels(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> list[LabelText]:
-    """Read labels from a file with the columns id, text and, if another text is to be shown, title.
+    """Read labels from a file with the columns id, text and, optionally, the title to show.
 
     Args:
-        path: .csv, .tsv, .jsonl (also with .gz) or .parquet. The column of ids may also be called
-        uid or label_id.
+        path: .csv, .tsv, .jsonl (also with .gz) or .parquet. The id column may also be named uid or
+        label_id.
         bounds: limits, and how quotes are read.
 
     Raises:
-        DataError: as `read_rows`; also if rows lack an id or text, with a list of all these rows by
-        line.
+        DataError: as `read_rows`; also if rows lack an id or text: lists all these rows by line.
     """
     labels = []
     problems = []
@@ -92,7 +91,7 @@ def read_labels(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> list[LabelTex
 
 
 def _id_column(where: str, names: Sequence[str]) -> str | None:
-    """Name of the column of ids; None if there is none. Raises a DataError if there are two."""
+    """Name of the id column; None if there is none. Raises a DataError if there are several."""
     found = [name for name in ID_COLUMNS if name in names]
     if len(found) > 1:
         raise DataError(

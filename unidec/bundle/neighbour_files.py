@@ -1,5 +1,5 @@
-"""A bundle's training queries that vote (`ranking/neighbours.py`), in the folder neighbours/: their
-vectors or words, labels, uids and titles; with words, those of the label texts.
+"""The files of training queries that vote (`ranking/neighbours.py`), in a bundle's folder
+neighbours/: vectors or words, labels, uids and titles; with words, also the words of label texts.
 
 Legend: M training queries, L labels, D width of a head, F words and C columns of their vectors.
 """

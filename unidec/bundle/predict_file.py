@@ -4,7 +4,7 @@ can be resumed.
 A runner maps `run_shard` over processes or machines; `predict_file` does all the work in one
 process.
 
-First, the texts are copied into one record batch per encoded batch. Threads predict whole batches,
+First, the texts are copied into one record batch per encoded batch. Threads predict whole batches
 and use no further threads; shards begin at batch boundaries. So the output is the same, byte for
 byte, for any number of threads and shards. (Scores can differ in their last bits between
 processors.)"""

@@ -1,11 +1,11 @@
-"""Probes a bundle in a fresh process: whether it answers as in a server, how fast, and its size.
+"""Probes a bundle in a fresh process: whether it answers as in a server, its speed and its size.
 
 A hostile or damaged bundle may crash a C++ library, exhaust memory or loop; only the fresh process
 is affected.
 
     python -m unidec.bundle.probe < job.json    {"bundle": folder, "texts": [...], "k": 10, ...}
 
-The last line of the output is the result as JSON, see `Probe`. Only what serving needs is imported.
+The last line of the output is a `Probe` as JSON. Only modules needed for serving are imported.
 """
 
 from __future__ import annotations

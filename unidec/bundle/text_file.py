@@ -1,4 +1,4 @@
-"""Reads texts from table files, and windows of queries with their labels."""
+"""Reads texts from table files, and queries with their correct labels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unidec.errors import DataError
 
 TEXT_COLUMNS = ("query", "text")
 LABEL_COLUMNS = ("labels", "label", "relevant")
-MOST_PLACES = 5  # blank texts that an error names
+MOST_PLACES = 5  # blank texts listed in an error
 
 
 def read_texts(path: Path, column: str | None, bounds: RawBounds = DEFAULT_BOUNDS) -> Iterator[str]:
@@ -30,7 +30,7 @@ def read_texts(path: Path, column: str | None, bounds: RawBounds = DEFAULT_BOUND
 
     Raises:
         DataError: as `read_rows`; also if the column is missing or a value is not text. After the
-            last text: some texts are blank; the error names the first of them.
+            last text, if some texts are blank: lists the first of them.
     """
     check = partial(text_column, column=column, where=str(path))
     accepted = (column,) if column else TEXT_COLUMNS
@@ -54,7 +54,7 @@ def _texts(
         if is_blank(text):
             blank.append(line)
         yield text, row
-        del row  # the next one is read before this name is set again, and may be large
+        del row  # may be large, and would be kept while the next row is read
     if blank:
         raise _blank_texts(path, blank)
 
@@ -92,8 +92,8 @@ def text_column(names: Sequence[str], column: str | None, where: str) -> str:
 
 @dataclass(frozen=True)
 class Window:
-    """Queries in file order, and the uids of the correct labels of each; labels is None if the file
-    has none.
+    """Queries in file order, and the uids of each query's correct labels; None if the file has no
+    labels.
     """
 
     texts: list[str]
@@ -118,8 +118,8 @@ def read_window(
         bounds: limits, and how quotes are read.
 
     Raises:
-        DataError: the file or column is missing, or a value is neither text nor labels. Lines of a
-            .jsonl file that were cut off are skipped with a warning.
+        DataError: the file or column is missing, or a value is neither text nor labels. Truncated
+            lines of a .jsonl file are skipped with a warning.
     """
     check = partial(text_column, column=column, where=str(path))
     accepted = (column,) if column else TEXT_COLUMNS
@@ -144,7 +144,7 @@ def _is_judgement(row: dict[str, Any]) -> bool:
 
 
 def _judged(texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Window:
-    """Each query once, with the labels whose last judgement is "relevant"."""
+    """Merge rows of the same query; keep the labels whose last judgement is "relevant"."""
     judgements: dict[str, dict[str, bool]] = {}
     for text, row in zip(texts, rows, strict=True):
         judgements.setdefault(text, {})[row["label"]] = row["relevant"]
@@ -153,7 +153,7 @@ def _judged(texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Window:
 
 
 def _uids(value: Any, where: str) -> list[str]:
-    """Uids of a list, or separated by white space."""
+    """Uids of a list, or of a text separated by white space."""
     if value is None:
         return []
     uids = value.split() if isinstance(value, str) else value

@@ -89,7 +89,7 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its own children, after a checkpoint if it writes one in time."""
+    """End a process and its children; it is given time to write a checkpoint."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
@@ -121,8 +121,8 @@ def main(folder: str) -> int:
 
 
 def _make(step: Step) -> None:
-    """Make a step's data set, model or peer, and its result; then delete what only an unfinished
-    run needs.
+    """Produce a step's data set, model or peer, and its result; then delete files that only an
+    unfinished run needs.
     """
     Path(FAILURE).unlink(missing_ok=True)
     if step.result() is not None:  # a result of other code
@@ -152,7 +152,7 @@ def _make(step: Step) -> None:
 
 
 def _run(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
-    """Train and measure; what result.json says of it."""
+    """Train and measure a cell; returns entries of result.json."""
     from unidec.pipeline.evaluation import data_card
 
     if spec["kind"] == "peer":
@@ -167,12 +167,12 @@ def _run(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
 
 
 def remove_checkpoints(folder: Path) -> None:
-    """Remove what only an unfinished training needs from a step's folder."""
+    """Remove files that only an unfinished training needs from a step's folder."""
     _remove([*folder.glob("runs/*/checkpoints"), *folder.glob("runs/*/refresh")])
 
 
 def _prepare_data(params: Params, train: int | None, test: int | None) -> None:
-    """Data set (a slice of it, where one is asked for), tokens, propensities."""
+    """Prepare the data set (or the requested slice of it), tokens and propensities."""
     from unidec import pipeline
     from unidec.data.dataset import write_dataset
     from unidec.data.formats import read_section
@@ -193,7 +193,7 @@ def _prepare_data(params: Params, train: int | None, test: int | None) -> None:
 
 
 def _trained(params: Params) -> dict[str, Any]:
-    """Train; costs and curve of the training, and its MLflow run. The test split is not used."""
+    """Train; returns costs, curve and MLflow run of the training. The test split is not used."""
     from unidec import pipeline
     from unidec.tracking.run import tracking_state
 
@@ -214,8 +214,8 @@ def _trained(params: Params) -> dict[str, Any]:
 
 
 def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
-    """Train (or take another cell's model), index, evaluate; metrics, costs and curve of the bundle
-    in outputs/.
+    """Train (or take another cell's model), index, evaluate; returns metrics, costs and curve of
+    the bundle in outputs/.
     """
     import pyarrow.parquet as pq
 
@@ -272,9 +272,7 @@ def _search_ms(bundle: Any, params: Params) -> float:
 
 
 def _peer(name: str, params: Params) -> dict[str, Any]:
-    """Run a peer, remove filtered pairs, measure its labels as we measure ours, and log an MLflow
-    run.
-    """
+    """Run a peer, remove filtered pairs, evaluate its labels as our own, and log an MLflow run."""
     from unidec.evaluation.metrics import evaluate, filtered_truth, remove_filtered
     from unidec.model.encoder_folder import FROM_HERE, resolved
     from unidec.model.sources import resolve_encoder
@@ -339,9 +337,7 @@ def _vectors(params: Params, dataset: Any) -> dict[str, np.ndarray]:
 
 
 def _lineage() -> dict[str, str]:
-    """What the figures were measured with and on: versions, commit, machine; no user or
-    host names.
-    """
+    """Versions, commit and machine with which the figures were measured; no user or host names."""
     import torch
 
     from unidec.tracking.provenance import COMMIT_TAG, DIRTY_TAG, code_tags

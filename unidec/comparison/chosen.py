@@ -25,7 +25,7 @@ from unidec.errors import ConfigError
 from unidec.training.stopping import METRIC
 
 Trials = list[tuple[Overrides, float | None]]
-"""What each trial changed, and its metric; None: it failed or was stopped early."""
+"""Each trial's changed settings and its metric; None: it failed or was stopped early."""
 HEAD = """\
 # Written by `unidec compare {path} --tune`: the best of each system's trials by {metric} of the
 # validation split of "{data}", seed {seed}.

@@ -184,7 +184,7 @@ def _explain(detail: ErrorDetails, origin: dict[str, str]) -> str:
 
 
 def _section(path: list[str]) -> type[Section]:
-    """The section in which a key path's last key is."""
+    """The section that contains the last key of a key path."""
     if path[0] == "tuning" and len(path) > 1:
         return TuningEntry
     if len(path) <= 2:

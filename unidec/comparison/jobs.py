@@ -33,7 +33,7 @@ from unidec.config import (
 
 Kind = Literal["recipe", "model_of", "peer", "trial"]
 SOURCES = ("recipe", "like", "model_of", "peer")
-# same for every cell: else a table would compare data
+# sections that are the same for every cell: otherwise a table would compare data
 ALIKE = ("data", "tokens", "recipe", "seed", "tracking")
 EXPERIMENT = "unidec-compare"
 START = "data/start"  # in a cell's folder: a link to the model that it starts from
@@ -53,7 +53,7 @@ class Job:
         needs: key of the job whose model this one starts from or serves; "": none.
         peer: name of the peer.
         trial: the settings that it tries, as text.
-        ranges: of the search that it is the first trial of.
+        ranges: tuning ranges of the search, if this is its first trial.
     """
 
     data: str
@@ -76,7 +76,7 @@ class Job:
 
 
 def slug(name: str) -> str:
-    """A name as a folder: "UniDEC + Gandalf" -> "unidec-gandalf"."""
+    """A folder name for a name: "UniDEC + Gandalf" -> "unidec-gandalf"."""
     return re.sub(r"[^a-z0-9_.=]+", "-", name.lower()).strip("-.") or "x"
 
 
@@ -96,7 +96,7 @@ class System:
 
     Attributes:
         given: each setting and where it was set.
-        ranges: of its tuning. tuned_as: the cell whose chosen settings it uses.
+        ranges: tuning ranges. tuned_as: the cell whose chosen settings it uses.
     """
 
     kind: Kind
@@ -114,10 +114,10 @@ class Planner:
 
     Attributes:
         origin: line of each key path of the file.
-        overrides: of --set.
-        problems: texts of what is wrong.
-        wrong_params: text of a problem -> first cell that has it.
-        systems: cells read so far; None: something is wrong.
+        overrides: parameters of --set.
+        problems: error messages.
+        wrong_params: error message -> first cell that has it.
+        systems: cells read so far; None for an invalid cell.
         chosen: settings of the cells that were tuned.
     """
 
@@ -183,8 +183,8 @@ class Planner:
         return [job for job in jobs if job]
 
     def _searches(self, tuning: TuningEntry, systems: Mapping[str, System]) -> list[Job]:
-        """The first trial of the search of each recipe cell: the cell as it is. One that builds on
-        another uses it untuned.
+        """The first trial of each recipe cell's search: the unchanged cell. A cell that builds on
+        another cell uses that cell untuned.
         """
         self._check_name("tuning.data", "data set", tuning.data, self.file.data)
         if tuning.data not in self.file.data:
@@ -221,7 +221,7 @@ class Planner:
         self.problems.append(text)
 
     def _add_params(self, problems: Sequence[str], cell: str) -> None:
-        """Problems of parameters, which several cells may have in common."""
+        """Add problems of parameters, which several cells may share."""
         for text in problems:
             self.wrong_params.setdefault(text, cell)
 
@@ -283,7 +283,7 @@ class Planner:
                 self._add(place, "would require another training", cell.set, expected)
 
     def _system(self, name: str, cell: CellEntry) -> System | None:
-        """A cell with the settings of the one that it is like, or whose model it serves."""
+        """A cell with the settings that it inherits by `like` or `model_of`."""
         if peer := PEERS.get(cell.peer or ""):
             seeds = cell.seeds or self.file.seeds
             if not peer.script:
@@ -318,7 +318,7 @@ class Planner:
         )
 
     def _given(self, section: str, values: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        """Each key of a section with its value and its place: "line 3, common"."""
+        """Each key of a section with its value and where it was set: "line 3, common"."""
         found = {}
         for key, value in flat(values).items():
             line = self.origin.get(f"{section}.{key}", self.origin.get(section))

@@ -33,7 +33,7 @@ from unidec.evaluation.significance import best_systems, compare_systems
 from unidec.metric_names import shown
 from unidec.training.stopping import METRIC
 
-# costs that include those of the trainings that a run builds on
+# costs to which those of the trainings that a run builds on are added
 _ADDED = ("train_seconds", "refresh_seconds", "total_seconds", "work_seconds")
 Results = dict[str, dict[str, Any]]  # result.json of each job that has one, by the job's key
 NOTE = (
@@ -45,7 +45,7 @@ NOTE = (
 def write_report(comparison: Comparison) -> Path:
     """Write report.html, and its figures as results.json, to the comparison's folder.
 
-    Both contain all results of the folder, not only those of the last call.
+    Both contain all results in the folder, not only the last call's.
 
     Returns:
         The path of report.html.
@@ -150,7 +150,7 @@ def _rounded(value: float, digits: int = 3) -> float | None:
 
 
 def table(comparison: Comparison) -> list[list[str]]:
-    """The results so far, for a terminal: column heads, then a row per cell, mean ± spread over
+    """The results so far, for a terminal: column headings, then a row per cell, mean ± spread over
     seeds.
     """
     names = shown("compare")
@@ -188,9 +188,7 @@ def gather(comparison: Comparison) -> Results:
 def page_input(
     comparison: Comparison, found: Results, contrasts: Mapping[str, Sequence[PairedTest]]
 ) -> ComparisonInput:
-    """Everything that the page shows: the data sets on which something ran, or all if
-    nothing did.
-    """
+    """The input of the page: data sets on which something ran, or all if nothing did."""
     file = comparison.file
     jobs = comparison.jobs
     notes = _notes(comparison, found)
@@ -244,7 +242,7 @@ def _notes(comparison: Comparison, found: Results) -> list[str]:
 
 
 def _lineage(comparison: Comparison, found: Results) -> dict[str, str]:
-    """What the figures were made with; several values if they differ between cells."""
+    """Versions, commits and machine of the figures; several values if they differ between cells."""
     made = {"command": [f"unidec compare {comparison.path}"]}
     for result in found.values():
         for name, value in result["lineage"].items():
@@ -298,7 +296,7 @@ def _cell(comparison: Comparison, job: Job) -> Cell:
 
 
 def _run(comparison: Comparison, job: Job, found: Results) -> Run:
-    """The run of one seed; its seconds include those of the trainings that it builds on."""
+    """The run of one seed; its seconds include the trainings that it builds on."""
     result = found[job.key]
     costs = dict(result["costs"])
     curve = [dict(line) for line in result["curve"]]

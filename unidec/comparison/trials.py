@@ -1,4 +1,4 @@
-"""A search by a validation metric: Optuna draws trials, each is a training in its own process.
+"""A search for the best validation metric: Optuna draws trials, each a training in its own process.
 
     <folder>/
       study.db                   Optuna's records: trials, and their metric after each round
@@ -9,9 +9,9 @@
       shared/                    data set, tokens and vectors of frozen encoders, computed once
       cells/<data>/<cell>/       a folder per training, named by its parameters
 
-Re-run the command to resume after a kill or a stop. Finished trials are kept. The interrupted one
-is drawn again: seed and earlier trials determine it, so it has the same folder, where its training
-resumes.
+Re-run the command to resume after a kill or a stop. Finished trials are kept. The interrupted trial
+is drawn again: it depends only on the seed and earlier trials, so it has the same folder, where its
+training resumes.
 """
 
 from __future__ import annotations
@@ -78,15 +78,15 @@ class Tuned:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is searched.
+    """A training, and the ranges in which its parameters are searched.
 
     Attributes:
-        job: the training as it is. ranges: see `unidec.comparison.tuning_space`.
+        job: the unchanged training. ranges: see `unidec.comparison.tuning_space`.
         root: folder of the search. workspace: folder of data sets and trainings. name: of its
         MLflow runs.
         jobs: trainings by key that `job` may start from. kept: keys that no trial changes.
         environment: variables of the trainings' processes. tags: of its MLflow runs.
-        asked: what best.yaml starts from; None: none is written.
+        asked: parameters on which best.yaml is based; None: best.yaml is not written.
     """
 
     job: Job
@@ -104,7 +104,7 @@ class Subject:
 
 @dataclass
 class Trained:
-    """How far the training of a trial came."""
+    """Progress of a trial's training."""
 
     epoch: int = 0
     rounds: int = 0
@@ -112,7 +112,7 @@ class Trained:
     metric: float = 0.0
 
     def add(self, line: Mapping[str, Any], metric: str) -> None:
-        """Another round: its line of rounds.jsonl."""
+        """Add a round, from its line of rounds.jsonl."""
         self.epoch = line["epoch"]
         self.rounds = line["round"]
         refresh = line.get("refresh", {})
@@ -156,7 +156,7 @@ class Search:
         self.tracker.start(self.root, facts, code_tags(), None, run_name)
 
     def _open(self, about: Mapping[str, Any]) -> None:
-        """Open or create Optuna's records; those of another search are refused."""
+        """Open or create Optuna's records; records of another search are refused."""
         from sqlalchemy.exc import DatabaseError
 
         place = str(self.root / STUDY)
@@ -194,7 +194,7 @@ class Search:
 
     @property
     def ended(self) -> list[Any]:
-        """Trials that count: trained, pruned, or failed by themselves; oldest first."""
+        """Trials that count: trained, pruned, or failed without being interrupted; oldest first."""
         with stop_signals():
             trials = self.study.get_trials(deepcopy=False)
         counted = (self.states.COMPLETE, self.states.PRUNED)
@@ -204,7 +204,7 @@ class Search:
         """Run trials until there are `trials` in total.
 
         Returns:
-            The best; None: no trial ran or finished, or the subject has no best.yaml.
+            The best trial; None: no trial ran or finished, or the subject has no best.yaml.
         """
         for step in self.needed:
             name = "data" if step is self.data else step.name
@@ -264,8 +264,8 @@ class Search:
     def _is_pruned(
         self, trial: Any, step: Step, trained: Trained, bar: Progress[Any], name: str
     ) -> bool:
-        """Train a trial to its end, or to the round after which Optuna prunes it; `trained` says
-        how far it came.
+        """Train a trial to its end, or to the round after which Optuna prunes it; returns whether
+        it was pruned. `trained` records the progress.
         """
         with contextlib.closing(self._rounds(step, name)) as rounds:
             for line in rounds:
@@ -284,13 +284,11 @@ class Search:
 
     @property
     def _starts_unchanged(self) -> bool:
-        """Whether the first trial is the training as it is: it lies in the ranges."""
+        """Whether the first trial is the unchanged training: only if it lies in the ranges."""
         return len(self.unchanged) == len(self.space)
 
     def _draw(self, number: int) -> Any:
-        """Draw the trial with this number; the same in every attempt, given the same trials before
-        it.
-        """
+        """Draw the trial with this number; reproducible, given the same earlier trials."""
         draw = random.Random(f"{self.params.seed}/{number}")
         seed = draw.getrandbits(32)
         with stop_signals():
@@ -301,13 +299,13 @@ class Search:
             return self.study.ask(self.space)
 
     def changed(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings that differ from the training as it is."""
+        """The settings that differ from the unchanged training."""
         return {
             key: value for key, value in settings.items() if self.unchanged.get(key, ...) != value
         }
 
     def _steps(self, settings: Mapping[str, Any]) -> tuple[list[Step], Step]:
-        """What the training with these settings needs, in order, and that training.
+        """The steps that the training with these settings needs, in order, and its own step.
 
         Raises:
             ParamsError: the settings conflict with each other.
@@ -322,8 +320,8 @@ class Search:
 
     def _rounds(self, step: Step, name: str) -> Generator[dict[str, Any], None, None]:
         """Run a step in a child process, and yield the record of each round as soon as it is
-        written; those of an interrupted attempt first. Closing the generator early stops the child,
-        which writes a checkpoint.
+        written, after the records of an interrupted attempt. Closing the generator early stops the
+        child, which writes a checkpoint.
         """
         subject = self.subject
         tags = run_tags() | {"tuning": subject.name}
@@ -367,8 +365,8 @@ class Search:
         remove_checkpoints(step.folder)
 
     def _record(self) -> Tuned | None:
-        """After a trial: write trials.md and best.yaml (None: not asked for, or no trial has
-        finished), and log the metric to the parent's MLflow run.
+        """After a trial: write trials.md and best.yaml, and log the metric to the parent's MLflow
+        run. None: best.yaml was not requested, or no trial has finished.
         """
         ended = self.ended
         heads = ["trial", "state", self.metric, "seconds", *self.space]
@@ -396,7 +394,7 @@ class Search:
         return self.write_best(asked) if asked and has_finished else None
 
     def best(self) -> tuple[int, Any]:
-        """Number and record of the best trial; of equals the first.
+        """Number and record of the best trial; on ties the first.
 
         Raises:
             TrainingError: no trial has finished.
@@ -413,7 +411,7 @@ class Search:
         return max(trained, key=lambda one: one[1].value)
 
     def figures(self) -> Trials:
-        """Its trials that ended."""
+        """Changed settings and metric of each trial that ended."""
         figures: Trials = []
         for trial in self.ended:
             metric = trial.value if trial.state == self.states.COMPLETE else None
@@ -421,7 +419,7 @@ class Search:
         return figures
 
     def write_best(self, params: Params) -> Tuned:
-        """best.yaml: `params` with the values of the best trial.
+        """Write best.yaml: `params` with the values of the best trial.
 
         Raises:
             TrainingError: no trial has finished.

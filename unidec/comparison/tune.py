@@ -1,4 +1,4 @@
-"""Searches by a validation metric: of any parameters (`unidec tune`), or of a comparison's cell."""
+"""Searches for the best validation metric: of any parameters (`unidec tune`), or of one cell."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def tune(
     metric: str = METRIC,
     folder: str | Path | None = None,
 ) -> Tuned:
-    """Search the parameters that a file gives ranges for, with Optuna's TPE; its median rule prunes
-    bad trials.
+    """Search the parameters for which a file gives ranges, with Optuna's TPE; its median rule
+    prunes bad trials.
 
     The first trial uses the unchanged parameters, if these lie in the ranges.
 
@@ -55,8 +55,8 @@ def tune(
         Stopped: by SIGINT or SIGTERM, after the running trial's checkpoint was written.
         ConfigError: wrong file or metric, no validation split, a folder of another search, Optuna
         is missing.
-        TrainingError: another process works on it, the first trial fails with unchanged parameters,
-        or all fail.
+        TrainingError: another process uses the folder, the first trial fails with unchanged
+        parameters, or all fail.
     """
     if metric not in metric_names():
         near = nearest(metric, metric_names())
@@ -124,7 +124,7 @@ def subject_of(comparison: Comparison, key: str, environment: Mapping[str, str])
 
 @contextlib.contextmanager
 def _search(subject: Subject, stopping: threading.Event | None = None) -> Iterator[Search]:
-    """A search in its folder, which no other process works on meanwhile."""
+    """A search in its folder, locked against other processes."""
     with (
         one_at_a_time(subject.root),
         contextlib.closing(Search(subject, stopping)) as search,
@@ -140,7 +140,7 @@ def tune_cell(subject: Subject, trials: int, stopping: threading.Event) -> Trial
         stopping: ends the search after the running trial's checkpoint was written.
 
     Returns:
-        Its trials.
+        The search's trials.
 
     Raises:
         TrainingError: all trials failed, or the search is being stopped.

@@ -34,7 +34,7 @@ Ranges = Mapping[str, Any]
 
 
 def import_optuna() -> Any:
-    """Optuna, with its own log silenced.
+    """Import Optuna, with its log silenced.
 
     Raises:
         ConfigError: it is not installed.
@@ -77,8 +77,8 @@ def read_space(path: str | Path, params: Params) -> dict[str, Any]:
 def problems_of(
     ranges: Ranges, params: Params, origin: Mapping[str, str], source: str
 ) -> list[str]:
-    """What is wrong with the ranges: unknown keys, values out of bounds or in conflict with the
-    other parameters.
+    """Problems of the ranges: unknown keys, values out of bounds or in conflict with the other
+    parameters.
 
     Args:
         origin: line of each key path. source: the file, or the part of it.
@@ -103,7 +103,7 @@ def problems_of(
 
 @functools.cache
 def _kinds() -> dict[str, list[str]]:
-    """What each key takes: "number", "integer", ..."""
+    """Types of value that each key accepts: "number", "integer", ..."""
     found = {RATES: ["number"]}
     for key, _, kinds, _ in describe():
         found[key] = kinds.split()
@@ -111,7 +111,7 @@ def _kinds() -> dict[str, list[str]]:
 
 
 def _values(key: str, entry: Any) -> list[Any]:
-    """All choices, or both ends of a range; of an unknown key the entry."""
+    """All choices, or both ends of a range; for an unknown key, the entry itself."""
     if key not in _kinds():
         return [entry]
     if isinstance(entry, dict):
@@ -120,7 +120,7 @@ def _values(key: str, entry: Any) -> list[Any]:
 
 
 def _check_form(key: str, entry: Any) -> None:
-    """A ValueError describes what would be valid."""
+    """Raise a ValueError that describes what is valid, if the entry is not."""
     # all trials share data and tokens; the seed decides the index, too
     tunable = set(keys_deciding("label_graph", "training"))
     tunable -= set(keys_deciding("tokens", "index"))
@@ -152,7 +152,7 @@ def applied(
     origin: Mapping[str, str] | None = None,
     source: str = "trial",
 ) -> Params:
-    """The parameters with the settings of a trial; keys in `kept` stay as they are.
+    """The parameters with the settings of a trial; keys in `kept` do not change.
 
     Raises:
         ParamsError: a setting is invalid, or in conflict with the other parameters.
@@ -173,7 +173,7 @@ def applied(
 
 
 def unchanged(ranges: Ranges, params: Params) -> dict[str, Any]:
-    """The settings that change nothing; without keys whose range excludes the parameter's value."""
+    """The settings that change nothing, without keys whose range excludes the current value."""
     values = dict(leaves(params)) | {RATES: 1}
     return {key: values[key] for key, entry in ranges.items() if holds(entry, values[key])}
 
@@ -186,7 +186,7 @@ def holds(entry: Any, value: Any) -> bool:
 
 
 def distributions(ranges: Ranges) -> dict[str, Any]:
-    """The ranges as Optuna's distributions; over integers if the key takes only those."""
+    """The ranges as Optuna's distributions; integer distributions for integer keys."""
     of_optuna = import_optuna().distributions
     takes = _kinds()
     found = {}

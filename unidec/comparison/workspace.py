@@ -4,10 +4,10 @@ its own folder.
     runs/compare/<name>/
       shared/data-<key>/data/{dataset,tokens,propensity}   one per data set, text and tokenizer
       shared/cache                                         vectors of frozen encoders
-      cells/<data>/<cell>/<seed>-<key>/                    working folder of one run; result.json is
-      written last report.html
+      cells/<data>/<cell>/<seed>-<key>/   working folder of one run; result.json is written last
+      report.html
 
-A run's key is the hash of its inputs (parameters, data, what it starts from), so other inputs get
+A run's key is the hash of its inputs (parameters, data, initial model), so other inputs get
 another folder. A result names the code that made it; if the code has changed, it is rebuilt (not
 with `keep_results`)."""
 
@@ -41,7 +41,7 @@ MODEL = "outputs/model"
 PREDICTIONS = "labels.npy"
 SCORES = "scores.npz"
 
-# results of the code that makes a peer's or another run's result; a page's look changes none
+# results (`code_sha256`) whose code decides the result of a peer or of another run
 PEER_CODE = ("peers", "metrics")
 RUN_CODE = ("training", "index", "metrics")
 # parameters that a peer reads, besides those of its data
@@ -223,7 +223,7 @@ def _run_step(job: Job, root: Path, data: Step, before: Step | None, is_needed: 
         data: makes its data set. before: makes the model that it builds on.
         is_needed: another job builds on its model.
     """
-    # the data set has a key of its own
+    # the data set's parameters are in its own key
     decide = keys_deciding("label_graph", "training", "index", "evaluation")
     code: tuple[str, ...] = RUN_CODE
     if job.kind == "peer":

@@ -41,8 +41,8 @@ NUM_SAMPLES = 2_000  # resamples of the paired tests: p-values down to 0.001
 PERFECT = 99.95  # percent: from here on shown as 100.0
 NEIGHBOURS = 100  # training queries that vote
 MATCH_WEIGHT = 0.5  # of label match in the mix
-BLOCK = 512  # most queries of a block
-BLOCK_SCORES = 2**24  # most scores of a block: some 200 MB while it is ranked
+BLOCK = 512  # maximum queries per block
+BLOCK_SCORES = 2**24  # maximum scores per block: some 200 MB while it is ranked
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Baselines:
     built.
 
     Attributes:
-        labels: int64 [n, K] by name of `BASELINES`, filtered pairs removed. metrics: of these
-        queries, in percent.
+        labels: predicted labels by baseline (`BASELINES`), int64 [n, K], without filtered pairs.
+        metrics: of these queries, in percent.
         places: int64 [n], positions of these queries in the test split, ascending.
-        about: how they were built and measured, in a sentence or two.
+        about: how the baselines were built and measured, in a sentence or two.
     """
 
     labels: Mapping[str, NDArray[np.int64]]
@@ -309,7 +309,7 @@ def largest(score: csr_matrix, count: int) -> csr_matrix:
 
 
 def top_rows(score: csr_matrix, width: int) -> NDArray[np.int64]:
-    """Labels by falling score, int64 [n, width], padded with -1.
+    """Labels by descending score, int64 [n, width], padded with -1.
 
     Args:
         score: CSR [n, L]; every stored entry is a prediction. Equal scores are ordered by label

@@ -15,7 +15,7 @@ from unidec.evaluation.plot_tables import validation_records
 from unidec.evaluation.significance import ALPHA, Comparison
 from unidec.metric_names import GROUPS, shown
 
-CURVES = 8  # most systems with a colour in a chart of curves: the number of colours
+CURVES = 8  # maximum systems with a colour in a chart of curves: the number of colours
 MARKS = {"right": " ▲", "wrong": " ▼", "": ""}
 ORDER = "P@1"  # metric by which systems are ordered
 
@@ -36,13 +36,13 @@ class Run:
     """One seed of a cell.
 
     Attributes:
-        metrics: of the test split in percent, named as `metrics.evaluate` does. validation: of the
-        validation split.
+        metrics: of the test split in percent, named as by `metrics.evaluate`. validation: the same
+        for the validation split.
         costs: "train_seconds", "refresh_seconds", "work_seconds" (processor seconds of both, on a
             GPU wall seconds), "total_seconds", "search_ms" (per query), "peak_memory_bytes",
-            "parameters", "bundle_bytes"; those that were measured.
+            "parameters", "bundle_bytes", if they were measured.
         curve: lines of rounds.jsonl; empty for peers.
-        commit: of the code that made it; "" outside git.
+        commit: of the code that produced the run; "" outside git.
     """
 
     seed: int
@@ -88,8 +88,8 @@ class Cell:
     Attributes:
         task: name of its task. name: unique within the task.
         kind: "recipe": trained by unidec; "peer": other software, or a method without training.
-        about: one line. recipe: its recipe's name. settings: those that differ from the recipe and
-        the common settings.
+        about: one line. recipe: name of its recipe. settings: settings that differ from the recipe
+        and the common settings.
         runs: the seeds that succeeded; may be empty.
     """
 
@@ -120,11 +120,10 @@ class ComparisonInput:
         findings.
         tasks, cells: shown in this order; a task that is only named by a cell gets a table without
         a card.
-        contrasts: paired tests by task. contrast_note: which test was used, and how it is
-        corrected.
+        contrasts: paired tests by task. contrast_note: the test that was used, and its correction.
         groups: ablations, shown for each task that has their cells: {"title", "base": name of the
-            cell that the others are compared with, "cells": the others, in order, "about": which
-            table of which paper this repeats}.
+            cell that the others are compared with, "cells": the others, in order, "about": the
+            reproduced table and paper}.
         failures: runs without a result: {"task", "cell", "seed", "state": "failed" or "not run",
         "reason", "log"}.
         common: settings that all recipes share. lineage: commit, hashes, machine, commands.
@@ -217,8 +216,8 @@ def _has_values(cells: Sequence[Cell], metric: str) -> bool:
 
 
 def _ranges(cells: Sequence[Cell], metric: str) -> Chart | None:
-    """A chart of a metric by cell: means, and for several seeds the standard deviation and the
-    single values.
+    """A chart of a metric by cell: means and, for several seeds, standard deviations and individual
+    values.
     """
     if not _has_values(cells, metric):
         return None
@@ -282,7 +281,7 @@ def _points(run: Run, metric: str, by_work: bool) -> list[tuple[float, float]]:
 
 
 def ranked(cells: Sequence[Cell], metric: str) -> list[Cell]:
-    """Cells by falling mean of a metric; those without the metric come last, in the given order."""
+    """Cells by descending mean of a metric; cells without it come last, in the given order."""
     return sorted(
         cells, key=lambda cell: -cell.summary(metric).mean if cell.values(metric) else math.inf
     )

@@ -1,10 +1,10 @@
 """Drift: compare later data, or a window of queries, with the training data of a model.
 
 All figures are compared by one method. Each has a change or a distance, and a limit from section
-`drift` of the parameters. The limit is raised to what chance explains in 99 of 100 samples of that
-size: 2.58 standard errors for a share, a mean or a metric; for a distance of histograms, its
-quantile over samples from the reference's histogram (parametric bootstrap, Efron and Tibshirani
-1993).
+`drift` of the parameters. The limit is raised to the change that chance stays below in 99 of 100
+samples of that size: 2.58 standard errors for a share, a mean or a metric; for a distance of
+histograms, its quantile over samples from the reference's histogram (parametric bootstrap, Efron
+and Tibshirani 1993).
 
 Shape legend: N queries, D width of the embeddings, B bins, R draws.
 """
@@ -29,7 +29,7 @@ Bounds = tuple[float | None, float | None]
 Levels = tuple[float, float | None]
 
 STATES = get_args(State)  # in the order of a page
-# of what chance explains, as a quantile and as a two-sided normal interval
+# confidence of the chance limits, as a quantile and as a two-sided normal interval
 QUANTILE = 0.99
 Z = 2.58
 DRAWS = 200
@@ -38,7 +38,7 @@ TOKENS_TOGETHER = 2
 # smaller shares may grow by as much as a share of this size: doubling a tiny share is harmless
 SHARE_FLOOR = 0.1
 SCORE_BINS = 20
-SHIFTS = 2.0  # of `drift.warn`: shift of the mean embedding
+SHIFTS = 2.0  # multiple of `drift.warn` that the mean embedding may shift
 _QUANTILES = np.linspace(0, 1, 101)
 NO_LIMIT: Bounds = (None, None)
 _FORMATS = {
@@ -85,11 +85,11 @@ class Check:
 
     Attributes:
         key, name: identifier and displayed name.
-        old, new: the figure; a distance has no earlier one.
+        old, new: the earlier and the later figure; a distance has no `old`.
         unit: a share is 0 to 1, a distance Jensen-Shannon's, a shift in standard deviations, a
             metric in percent.
         warn, stop: (minimum, maximum), None: no limit.
-        noise: change that chance explains; None if unknown.
+        noise: change that chance alone can explain; None if unknown.
         judged: False if there are too few queries to compare the figure with its limits.
     """
 
@@ -233,7 +233,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift) -> li
 
 
 def not_judged(num_queries: int | None, limits: Drift) -> str:
-    """Why a window is not judged: it has too few queries; "": it is. None: not a window."""
+    """Why a window is not judged (too few queries); "" if it is. `num_queries` None: no window."""
     if num_queries is None or num_queries >= limits.min_window:
         return ""
     least = f"fewer than drift.min_window ({limits.min_window})"
@@ -348,8 +348,8 @@ def _growth(
     old: float | None = None,
     noise: float = 0.0,
 ) -> Check:
-    """A figure that may grow by the levels, or by what chance explains if that is more. A share
-    cannot exceed 1, so a higher limit is none.
+    """A figure that may grow by the levels, or by the noise if that is more. A share cannot exceed
+    1, so a limit of 1 or more is dropped.
     """
 
     def bounds(level: float) -> Bounds:
@@ -363,7 +363,7 @@ def _growth(
 def _limited(
     bounds: Callable[[float], Bounds], levels: Levels, noise: float, **figure: Any
 ) -> Check:
-    """The check of a figure; `bounds`: of a level, which is no limit where it is None."""
+    """The check of a figure; `bounds` returns the limits of a level. A level of None: no limit."""
     level, stop_level = levels
     warn = bounds(level)
     stop = NO_LIMIT if stop_level is None else bounds(stop_level)
@@ -401,7 +401,7 @@ def _distance(
     levels: Levels,
     together: int = 1,
 ) -> Check:
-    """A distance of two histograms; `together`: counts that make up one independent observation."""
+    """Check the distance of two histograms; `together`: counts per independent observation."""
     sizes = [math.ceil(sum(side) / together) for side in (old_B, new_B)]
     noise = 0.0
     if all(sizes):

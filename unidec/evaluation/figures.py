@@ -23,9 +23,9 @@ COLOURS = ("#2463a6", "#c8610a", "#2c8a57", "#7d4bb5", "#b83a5e", "#64748b", "#0
 TEXT = "#1c2430"
 MUTED = "#5b6675"
 RULE = "#dde2e9"
-MAX_POINTS = 300  # of a line as drawn; longer lines become means of neighbours
-MAX_ROWS = 40  # of a line in the table
-LONGEST_NAME = 28  # most characters of a name in `range_chart` and `point_chart`
+MAX_POINTS = 300  # per drawn line; in longer lines, neighbouring points are averaged
+MAX_ROWS = 40  # per line in the table
+LONGEST_NAME = 28  # maximum characters of a name in `range_chart` and `point_chart`
 PEER = 5  # index of the peers' colour
 _SVG = "http://www.w3.org/2000/svg"
 _XLINK = "http://www.w3.org/1999/xlink"
@@ -85,7 +85,7 @@ class Chart:
     """A chart that is drawn when the page is rendered.
 
     Attributes:
-        caption: shown above it. about: description for screen readers.
+        caption: shown above the chart. about: description for screen readers.
         legend: names of its lines or bars, in order.
         draw: draws on matplotlib's axes.
         table: the drawn values.
@@ -106,7 +106,7 @@ class Chart:
 
         buffer = io.BytesIO()
         with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
-            # missing from the font here, but not in browsers
+            # glyphs that are missing from this font, but not in browsers
             warnings.filterwarnings("ignore", "Glyph")
             figure = Figure(figsize=(5.0, self.height), layout="constrained")
             axes = figure.add_subplot()
@@ -168,8 +168,8 @@ def line_chart(
 def point_chart(
     caption: str, x_label: str, y_label: str, points: Sequence[tuple[str, float, float, bool]]
 ) -> Chart | None:
-    """Points (name, x, y, whether it is grey). Those on the Pareto front are labelled. None if
-    there are no points.
+    """A scatter chart of points (name, x, y, whether it is grey). Names are shown on the Pareto
+    front only. None if there are no points.
     """
     points = [point for point in points if all(map(math.isfinite, point[1:3]))]
     if not points:
@@ -322,7 +322,7 @@ def _inline(svg: bytes, about: str) -> Any:
 
 
 def _short(value: float | None) -> str:
-    """A number with four significant digits, a whole number with all digits."""
+    """A number with four significant digits; an integer with all digits."""
     if value is None or not math.isfinite(value):
         return number(None)
     if float(value).is_integer():

@@ -53,7 +53,7 @@ _RECIPROCAL_RANK = max(DEFAULT_KS)  # ranks that MRR considers
 
 Floats = NDArray[np.float64]
 QueryParts = dict[str, tuple[Floats, Floats]]
-"""Metric -> each query's contributions (above [N], below [N]), see the module's text."""
+"""Metric -> each query's contributions (above [N], below [N]), see the module docstring."""
 
 
 def _shape(matrix: csr_matrix) -> tuple[int, int]:
@@ -161,7 +161,7 @@ class Scope:
         self.counted_N = np.ones(num_queries)
         if group:
             self.counted_N = (self.positives_N > 0).astype(np.float64)
-        # the best prediction lists a query's relevant labels by falling inverse propensity
+        # the best prediction lists a query's relevant labels by descending inverse propensity
         order_E = np.lexsort((-weight_E, row_E))
         self.best_row_E = row_E[order_E]
         self.best_weight_E = weight_E[order_E]
@@ -292,8 +292,7 @@ def evaluate(
 def remove_filtered(predicted_NK: Any, filter_pairs: csr_matrix, k: int) -> NDArray[np.int64]:
     """Predictions without filtered pairs and -1, in order, cut or padded to k: int64 [N, k].
 
-    Search for k + the largest number of filter pairs of any query before, so that k labels are
-    left.
+    Retrieve k + the largest number of filter pairs of any query first, so that k labels remain.
 
     Args:
         predicted_NK: int [N, K], label ids, best first; -1 = none.

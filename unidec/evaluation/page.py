@@ -59,8 +59,8 @@ class Table:
         columns: Sequence[str] | Mapping[str, str],
         **more: Any,
     ) -> Table:
-        """A table with a row for each name of `rows`, and those of `columns` (keys, or key ->
-        heading) that have any values.
+        """A table with a row for each name of `rows`, and the `columns` (keys, or key -> heading)
+        that have any value.
         """
         given = set()
         for values in rows.values():

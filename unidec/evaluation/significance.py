@@ -32,7 +32,7 @@ from unidec.metric_names import parse
 
 ALPHA = 0.05
 NUM_SAMPLES = 10_000
-_BLOCK = 2**21  # draws of a query per block: some 50 MB
+_BLOCK = 2**21  # query draws per block: some 50 MB
 _TIE = 1e-9  # percentage points: tolerance for sums in another order
 Runs = Mapping[str, Sequence[QueryParts]]
 """System -> `metrics.by_query` of its runs, one per seed, all for the same queries and truth."""
@@ -155,7 +155,7 @@ def paired_differences(
 
 
 def best_systems(runs: Runs, names: Sequence[str], metrics: Sequence[str]) -> dict[str, str]:
-    """Metric -> the best of the systems `names` by their mean over runs; of equals the first."""
+    """Metric -> the best of the systems `names` by their mean over runs; on ties the first."""
     mean = _means(runs, metrics)
     return {metric: max(names, key=lambda name: mean[name, metric].sum()) for metric in metrics}
 
@@ -254,9 +254,9 @@ def challenge(
         challenger_NK, champion_NK: int [N, K], rows of the data set's labels, best first; -1 = none
         (a miss).
         relevance: CSR [N, L], the truth after filters. inverse_propensity_L, group_L: [L].
-        rules: the deciding metric, its margin (negative: it may lose so much) and the share of the
+        rules: the deciding metric, its margin (negative: the allowed loss) and the share of the
             paired bootstrap's resamples in which the margin must be reached (0: not checked); the
-            guarded metrics and what they may lose.
+            guarded metrics and their allowed loss.
 
     Returns:
         the checks (the deciding metric, its confidence, the guarded metrics), and a mapping:

@@ -1,3 +1,3 @@
-"""Methods of single papers, a file each; `unidec.methods.assembly` chooses those that a recipe
+"""Methods of single papers, one file each; `unidec.methods.assembly` chooses those that a recipe
 names.
 """

@@ -84,14 +84,14 @@ def _parts(settings: Model, num_labels: int, width: int) -> dict[str, Part]:
 def load_model(
     path: str | Path, device: str = "cpu", verify: bool = True, rows: bool = True
 ) -> UniDEC:
-    """An exported model with what its methods added; see `UniDEC.load`."""
+    """Load an exported model with the parts that its methods added; see `UniDEC.load`."""
     return UniDEC.load(path, device, verify, rows, add=additions)
 
 
 def changed_pairs(
     pairs: TrainingPairs, pool: Pool, label_graph: sp.csr_matrix | None, seed: int
 ) -> TrainingPairs:
-    """The pairs that training uses, given those of the data set."""
+    """The pairs that training uses, derived from the data set's pairs."""
     if pool.gandalf:
         assert label_graph is not None
         return with_label_queries(pairs, label_graph, pool.gandalf_rows, seed)
@@ -180,7 +180,7 @@ def _synonyms(share: float, model: UniDEC, tokens: Mapping[str, Tokens] | None) 
 
 
 def export_of(settings: Model, rows: Rows) -> Exported:
-    """How a model is exported: as an ordinary one, without what only training uses."""
+    """How a model is exported: as an ordinary one, without parts that only training uses."""
     parts = {GATES, RELATED_GATE, TREE, LABEL_CLUSTER}
     if settings.auxiliary:
         parts.remove(LABEL_CLUSTER)

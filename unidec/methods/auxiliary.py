@@ -21,6 +21,6 @@ def new_vectors(num_clusters: int, dim: int) -> nn.Parameter:
 
 
 def with_auxiliary(model: nn.Module, label_SD: Tensor, labels_S: Tensor) -> Tensor:
-    """The labels' vectors plus those of their clusters, float32 [S, D]."""
+    """The labels' vectors plus the vectors of their clusters, float32 [S, D]."""
     cluster_S = model.get_buffer(LABEL_CLUSTER)[labels_S]
     return label_SD + F.embedding(cluster_S, model.get_parameter(AUXILIARY))

@@ -179,7 +179,7 @@ def members(cluster_L: np.ndarray, num_clusters: int) -> np.ndarray:
     first_C = np.cumsum(size_C) - size_C  # where each cluster begins in the order
     order_L = np.argsort(cluster_L, kind="stable")
     ordered_L = cluster_L[order_L]
-    place_L = np.arange(len(order_L)) - first_C[ordered_L]  # place of a label within its cluster
+    place_L = np.arange(len(order_L)) - first_C[ordered_L]  # position of a label in its cluster
     member_CM = np.full((num_clusters, size_C.max()), -1, dtype=np.int32)
     member_CM[ordered_L, place_L] = order_L
     return member_CM

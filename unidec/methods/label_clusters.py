@@ -23,8 +23,8 @@ def cluster_of_label(model: nn.Module) -> np.ndarray:
 
 
 def over_clusters(pairs: TrainingPairs, cluster_L: np.ndarray, num_clusters: int) -> TrainingPairs:
-    """The pairs with clusters in place of labels: a cluster is relevant, or filtered, where one of
-    its labels is.
+    """The pairs with clusters instead of labels: a cluster is relevant, or filtered, if one of its
+    labels is.
 
     Args:
         cluster_L: int64 [L], the cluster of each label.

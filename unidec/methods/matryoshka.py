@@ -1,5 +1,5 @@
-"""Matryoshka representation learning: the first dimensions of a head's vectors are vectors of their
-own, so that the width which is served can be chosen after training.
+"""Matryoshka representation learning: the first dimensions of a head's vectors can be used alone,
+so that the served width can be chosen after training.
 
 Source: Kusupati et al. 2022, equation 1: the losses of all widths are added up. Each width has the
 whole loss of a head, on the first dimensions of its queries and of its labels' vectors or rows.

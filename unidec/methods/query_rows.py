@@ -24,7 +24,7 @@ class QueryTexts:
     Args:
         has_LN: csr [L, n], 1 where a training query has the label.
         query_rows: int64 [n], data set rows of the training queries.
-        num_drawn: most queries that a step draws for a label.
+        num_drawn: maximum queries that a step draws for a label.
     """
 
     source: ClassVar = "queries"
@@ -36,8 +36,8 @@ class QueryTexts:
         self.num_drawn = num_drawn
 
     def draw(self, drawn: Drawn) -> tuple[RelatedPairs, np.ndarray]:
-        """Draw queries for each label. Those of the batch are excluded: otherwise a label's row
-        would contain the text that it is compared with.
+        """Draw queries for each label. Queries of the batch are excluded: otherwise a label's row
+        would contain the text with which it is compared.
         """
         pool = drawn.clf_pool
         pairs = self.related_LN[pool.pool_S].tocoo()
@@ -47,7 +47,7 @@ class QueryTexts:
         draw_E[np.isin(query_E, pool.rows_B)] = 2.0
         order = np.lexsort((draw_E, row_E))
         row_E = row_E[order]
-        first_E = np.searchsorted(row_E, row_E)  # place of the label's first query
+        first_E = np.searchsorted(row_E, row_E)  # position of the label's first query
         place_E = np.arange(len(row_E)) - first_E
         chosen_E = (place_E < self.num_drawn) & (draw_E[order] < 1)
         rows_M, text_E = np.unique(query_E[order][chosen_E], return_inverse=True)

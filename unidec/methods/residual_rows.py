@@ -31,7 +31,7 @@ RELATED_GATE = "related_gate"
 
 @dataclass(frozen=True, kw_only=True)
 class RelatedPairs:
-    """A batch's labels and related texts: positions int64 [E], and how much, float32 [E]."""
+    """Pairs of a batch's labels and related texts: positions int64 [E], weights float32 [E]."""
 
     label_E: Tensor
     text_E: Tensor
@@ -67,7 +67,7 @@ class RelatedTexts(Protocol):
     """The texts that are related to each label.
 
     Attributes:
-        related_LN: csr [L, N], how much.
+        related_LN: csr [L, N], weights of the related texts.
         source: "labels" or "queries".
     """
 
@@ -85,7 +85,7 @@ class RelatedTexts(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ResidualPart:
-    """A batch's part.
+    """The part of a batch that residual rows need.
 
     Attributes:
         places: int64 [S], positions of the classifier's labels among the encoded ones; None: they
@@ -103,8 +103,8 @@ def new_related_gate(dim: int, start: float) -> nn.Parameter:
 
 
 class ResidualRows(Rows):
-    """Rows of text and free vector. Trains on one rank only, which encodes the texts of all the
-    batch's labels.
+    """Rows that add text and free vector. Trains on one rank only, which encodes the texts of all
+    the batch's labels.
 
     Args:
         encode: returns the encoder's outputs of texts.
@@ -152,7 +152,7 @@ class ResidualRows(Rows):
 
     @torch.no_grad()
     def exported(self) -> Classifier:
-        """The rows of the labels held here, text and free vector."""
+        """The rows of the labels held here: text plus free vector."""
         table = self.model.table
         assert table is not None
         device = self.model.device

@@ -12,7 +12,7 @@ from unidec.model.unidec import UniDEC
 
 
 class ClusterRows(Rows):
-    """A row for each cluster of labels; exported, each label has the row of its cluster."""
+    """A row for each cluster of labels; in the export, each label has the row of its cluster."""
 
     def __init__(self, model: UniDEC):
         self.model = model

@@ -31,8 +31,8 @@ class Synonyms:
     """Replaces tokens.
 
     Args:
-        share: of a query's tokens.
-        similar_VK: int64 [V, K], tokens that may replace each token; itself: it stays.
+        share: of a query's tokens that are replaced.
+        similar_VK: int64 [V, K], tokens that may replace each token; the token itself: unchanged.
     """
 
     # no cache of frozen vectors has texts of this source
@@ -43,7 +43,7 @@ class Synonyms:
         self.similar_VK = similar_VK
 
     def apply(self, parts: Parts, drawn: Drawn) -> tuple[str, Tokens, np.ndarray]:
-        """A batch's texts, with other tokens, as one source and its rows."""
+        """A batch's texts with replaced tokens, as one source and its rows."""
         rng = drawn.rng(_STREAM)
         token_F, lengths_B = joined(parts)
         is_replaced_F = rng.random(len(token_F)) < self.share

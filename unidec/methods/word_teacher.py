@@ -2,8 +2,8 @@
 a training query.
 
 The ranking is that of the word network of a fusion (`unidec.ranking.fusion_fit`): votes of training
-queries with common words, and words of the labels. It treats the query itself as absent, so it says
-what the other training data knows of it. Soft targets from an oracle with more input than the model
+queries with common words, and words of the labels. It treats the query itself as absent, so it
+reflects the other training data only. Soft targets from an oracle with more input than the model
 follow MOGIC (ICML 2025); the loss is that of Hinton et al. 2015, section 2, at temperature 1.
 
 Legend: B queries of a step, S labels that a head scores, n training queries, L labels, P pairs of a
@@ -27,7 +27,7 @@ from unidec.model.pairs import PoolTargets, loss_dtype, mask_, to_device
 
 @dataclass(frozen=True)
 class WordTargets:
-    """What words say of each training query.
+    """Probabilities of each training query's labels, by words alone.
 
     Attributes:
         rows_n: int64, ascending, training rows.
@@ -40,8 +40,8 @@ class WordTargets:
 
 class WordTeacherLoss:
     """Cross entropy of the softmax of a head's logits with the probabilities by words, which are
-    scaled to sum up to 1 over the pool; mean over the queries, 0 for those of which the pool has no
-    label with a probability.
+    scaled to sum up to 1 over the pool; mean over the queries; a query without a label with a
+    probability in the pool counts as 0.
     """
 
     name = "teacher"
@@ -79,7 +79,7 @@ class WordTeacherLoss:
 
 
 def unread_targets(num_queries: int, num_labels: int) -> WordTargets:
-    """Targets without meaning, for a step whose memory is measured."""
+    """Meaningless targets, for a step whose memory is measured."""
     num = min(num_labels, 100)
     label_N = np.tile(np.arange(num), num_queries)
     begin = np.arange(num_queries + 1) * num

@@ -44,13 +44,13 @@ NO_ROWS = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True, kw_only=True)
 class Additions:
-    """What methods add to a model; here nothing.
+    """What methods add to a model; by default nothing.
 
     Attributes:
         num_rows: rows of the classifier's table; None: one for each label.
-        parts: returns, for the width of the encoder, weights that train and buffers by name. They
-            become attributes of the model and part of its state.
-        token_layers: returns, for the width of a token's embedding, layers of the encoder's bag.
+        parts: width of the encoder -> weights that train, and buffers, by name. They become
+            attributes of the model and part of its state.
+        token_layers: width of a token's embedding -> layers of the encoder's bag.
         label_vectors: changes the dual encoder's vectors of labels before they are scaled: (the
             model, vectors float32 [S, D], labels int64 [S]) -> float32 [S, D].
     """
@@ -66,7 +66,7 @@ Add = Callable[[Encoder, Model, int], Additions]
 
 
 def whole(query_BD: Tensor, label_SD: Tensor, is_unit: bool) -> tuple[Tensor, Tensor]:
-    """A head's vectors as they are."""
+    """A head's vectors, unchanged."""
     return query_BD, label_SD
 
 
@@ -82,7 +82,7 @@ class Drawn:
     Attributes:
         pool, clf_pool: queries and labels of the dual encoder's loss, and of the classifier's.
         encoded: int64, labels whose texts are encoded, ascending.
-        seed: of the run; epoch, step: of the batch. Together they decide random numbers.
+        seed: of the run; epoch, step: of the batch. Together they determine random numbers.
         device: where a method puts its tensors.
     """
 
@@ -100,7 +100,7 @@ class Drawn:
 
 
 class Rows:
-    """How the classifier's rows are made; here each label has a row of the table.
+    """How the classifier's rows are made; by default each label has a row of the table.
 
     Attributes:
         holds_text: whether a row contains the vector of its label's text, so that its row of the
@@ -111,7 +111,7 @@ class Rows:
     holds_text: ClassVar[bool] = False
 
     def draw(self, drawn: Drawn) -> tuple[Any, np.ndarray]:
-        """What `rows` needs for a batch, and rows of further queries to encode, int64 [M]."""
+        """Data that `rows` needs for a batch, and rows of further queries to encode, int64 [M]."""
         return None, NO_ROWS
 
     def rows(self, table_SD: Tensor, text_TW: Tensor, batch: Prepared) -> Tensor:
@@ -130,13 +130,13 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """How a trained model is exported: as an ordinary one, without what only training needs.
+    """How a trained model is exported: as an ordinary one, without parts that only training needs.
 
     Attributes:
-        classifier: rows float32 [L, D] and biases float32 [L]; None: the model's table and biases
-            as they are.
+        classifier: rows float32 [L, D] and biases float32 [L]; None: the model's table and biases,
+            unchanged.
         settings: values of section `model` that the export has instead of the training's.
-        without: parts of the model that are left out.
+        without: parts of the model that are omitted.
     """
 
     classifier: Classifier = (None, None)
@@ -148,7 +148,7 @@ AS_TRAINED = Exported()
 
 
 class Drawing(Protocol):
-    """A method with a part of its own in each batch, `batch.added[name]`."""
+    """A method that adds a part to each batch, `batch.added[name]`."""
 
     @property
     def name(self) -> str: ...
@@ -158,7 +158,7 @@ class Drawing(Protocol):
 
 
 class FurtherLoss(Drawing, Protocol):
-    """A loss beside those of the heads; `name` is its key in the figures of a step."""
+    """A loss in addition to the heads' losses; `name` is its key in the figures of a step."""
 
     def loss(self, query_BW: Tensor, batch: Prepared, head_loss: HeadLoss) -> Tensor:
         """The loss, 0-d, from the queries' encoder outputs; `head_loss` is the classifier's."""
@@ -188,13 +188,13 @@ class TextChange(Protocol):
     """A change of the texts of a step's queries."""
 
     def apply(self, parts: Parts, drawn: Drawn) -> tuple[str, Tokens, np.ndarray]:
-        """The changed texts of all queries of the batch, as a source of its own: name, tokens, rows
-        int64 [B].
+        """The changed texts of all queries of the batch, as a new source: name, tokens, rows int64
+        [B].
         """
 
 
 class Shortlister(Protocol):
-    """Chooses the labels from which hard negatives are drawn, in place of the nearest ones."""
+    """Chooses the labels from which hard negatives are drawn, instead of the nearest labels."""
 
     def shortlist(
         self, encode: Callable[[np.ndarray], Tensor], rows_n: np.ndarray, relevance: sp.csr_matrix
@@ -232,7 +232,7 @@ class Methods:
     views: Sequence[View] = (whole,)
 
     def draw(self, drawn: Drawn) -> tuple[dict[str, Any], np.ndarray]:
-        """By name what methods need for a batch; rows of further queries to encode, int64 [M]."""
+        """Data that methods need for a batch, by name; rows of further queries to encode [M]."""
         of_rows, further = self.rows.draw(drawn)
         drawing: list[Drawing] = [*self.losses, *self.score_losses, *self.changes]
         added = {method.name: method.draw(drawn) for method in drawing}

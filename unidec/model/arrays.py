@@ -38,14 +38,14 @@ class ModelConfig:
     """config.json of a trained model's folder.
 
     Attributes:
-        encoder, settings: sections `encoder` and `model` that the model was trained with; nothing
+        encoder, settings: sections `encoder` and `model` that the model was trained with; no key
             of the encoder is "auto".
-        max_length: most tokens of a text.
+        max_length: maximum tokens of a text.
         params: all parameters of the training.
         unit_vectors: whether the transformer's vectors are scaled to unit length.
         num_tokens: size of the bag's vocabulary, 0 without a bag.
         width: width of the token embeddings.
-        dense: layers behind the transformer's pooling. transformer_width: of its vectors.
+        dense: layers after the transformer's pooling. transformer_width: width of its vectors.
     """
 
     folder: Path

@@ -38,7 +38,7 @@ class ClassifierLabels:
 
     Attributes:
         targets: their pairs with the queries.
-        ids: int64, those whose rows this rank holds, on the table's device; None: all labels.
+        ids: int64, labels whose rows this rank holds, on the table's device; None: all labels.
         sizes: for each rank the number of labels whose rows it holds.
     """
 
@@ -74,7 +74,7 @@ class Prepared:
             labels, then those that a method added; in chunks if gradients are cached.
         counts: numbers of texts.
         own_labels: int64, the labels whose texts this rank encodes, if a method reads them.
-        added: by name what methods drew for the batch.
+        added: data that methods drew for the batch, by name.
     """
 
     pool: PoolBatch

@@ -1,4 +1,4 @@
-"""The linear layers behind the pooling of some transformers, such as EmbeddingGemma.
+"""The linear layers after the pooling of some transformers, such as EmbeddingGemma.
 
 Legend: B texts, D width of a text's vector.
 """
@@ -13,7 +13,7 @@ from unidec.model.encoder_folder import DenseLayer, read_encoder_folder
 
 
 class Dense(nn.Module):
-    """A linear layer behind the pooling, and its activation."""
+    """A linear layer after the pooling, and its activation."""
 
     def __init__(self, about: DenseLayer) -> None:
         super().__init__()
@@ -27,12 +27,12 @@ class Dense(nn.Module):
 
 
 def new_dense(folder: Path) -> list[Dense]:
-    """The layers behind the pooling of an encoder's folder, with random weights."""
+    """The layers after the pooling of an encoder's folder, with random weights."""
     return [Dense(about) for about in read_encoder_folder(folder).dense]
 
 
 def load_dense(folder: Path) -> list[Dense]:
-    """The layers behind the pooling of an encoder's folder."""
+    """The layers after the pooling of an encoder's folder."""
     from safetensors.torch import load_file
 
     layers = new_dense(folder)

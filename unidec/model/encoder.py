@@ -49,7 +49,7 @@ class EncoderInput:
     Attributes:
         num_texts: B.
         chunks: input of the transformer: texts of similar length, padded together, or packed ones.
-        place_B: int64, position of each text in the chunks together; None: they are in order.
+        place_B: int64, position of each text in the concatenated chunks; None: texts are in order.
         vector_BD: pooled vectors of a frozen transformer.
         output_BW: output of a frozen encoder, before dropout; no other field is set then.
         unique_U: int64, distinct token ids of the bag; local_F: int64, position of each token in
@@ -84,14 +84,14 @@ def _layers(transformer: Any) -> list[nn.Module]:
 
 
 class TransformerEncoder(nn.Module):
-    """A transformer, its pooling, and the layers behind it; its top `trainable_layers` layers train
-    and all behind the pooling (-1: everything; 0: nothing).
+    """A transformer, its pooling, and the layers after it. The top `trainable_layers` layers and
+    all layers after the pooling train (-1: everything; 0: nothing).
 
     Args:
-        width: first dimensions of the vector that are kept (Matryoshka); 0: all.
+        width: number of first dimensions of the vector that are kept (Matryoshka); 0: all.
 
     Raises:
-        ConfigError: it has fewer layers or dimensions.
+        ConfigError: the transformer has fewer layers or dimensions.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class TransformerEncoder(nn.Module):
 
     @property
     def dense_facts(self) -> list[dict[str, Any]]:
-        """The layers behind the pooling, as in files."""
+        """The layers after the pooling, as in files."""
         return [layer.about.model_dump() for layer in self.behind]
 
     def train(self, mode: bool = True) -> TransformerEncoder:
@@ -159,11 +159,11 @@ class TransformerEncoder(nn.Module):
 
 
 class TokenLayers(nn.Module):
-    """Layers of a method in place of the bag's sum: from the weighted embeddings [B, T, D] of the
+    """A method's layers that replace the bag's sum: from the weighted embeddings [B, T, D] of the
     first tokens of each text, padded with zeros, to vectors [B, D].
 
     Attributes:
-        name: in the model's state. num_tokens: T.
+        name: of the layers in the model's state. num_tokens: T.
     """
 
     name: ClassVar[str]
@@ -212,7 +212,7 @@ class BagEncoder(nn.Module):
 
     @property
     def token_layers(self) -> nn.Module | None:
-        """Layers in place of the sum."""
+        """Layers that replace the sum; None if there are none."""
         return self._modules.get(self._layers_name)
 
     def features(self, flat_F: np.ndarray, lengths_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -283,7 +283,7 @@ class TextEncoder(nn.Module):
         num_tokens, width: rows and width of the bag's embeddings (the width is the transformer's
             hidden size).
         token_layers: of `BagEncoder`.
-        dense: layers behind the transformer's pooling.
+        dense: layers after the transformer's pooling.
 
     Attributes:
         unit_vectors: whether the transformer's vectors are scaled to unit length; those of a
@@ -442,7 +442,7 @@ def transformer_config(folder: Path) -> Any:
 
     Raises:
         ConfigError: it is damaged, of an architecture that the installed transformers does not
-            have, or needs code of its own, which is never run.
+            have, or needs remote code, which is never run.
     """
     from transformers import AutoConfig
 
@@ -458,7 +458,7 @@ def transformer_config(folder: Path) -> Any:
 
 
 def transformer_class(config: Any) -> Any:
-    """The class that loads a transformer; of one with a decoder, such as T5, the encoder alone."""
+    """The class that loads a transformer; for an encoder-decoder such as T5, its encoder alone."""
     from transformers import AutoModel, AutoModelForTextEncoding
 
     return AutoModelForTextEncoding if config.is_encoder_decoder else AutoModel

@@ -1,5 +1,5 @@
-"""Reads how an encoder is meant to be used, from the files that sentence-transformers writes beside
-a transformer: pooling, layers behind it, prompts and greatest length.
+"""Reads an encoder's intended use from the files that sentence-transformers writes beside a
+transformer: pooling, layers after it, prompts and maximum length.
 
 A folder without these files has mean pooling and no prompts. Nothing in a folder is run.
 """
@@ -22,7 +22,7 @@ CONFIG = "config.json"
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
 LENGTHS = "sentence_bert_config.json"
-# names of poolings there, and here
+# names of poolings in sentence-transformers -> ours
 POOLINGS = {
     "mean": "mean",
     "cls": "cls",
@@ -32,7 +32,7 @@ POOLINGS = {
 }
 FROM_HERE = {here: there for there, here in POOLINGS.items()}
 _FLAGS = "pooling_mode_"  # older files have a key of true or false for each pooling
-# names of the prompts of both sides; the first one that is there counts
+# names of the prompts of both sides; the first one that exists is used
 _SIDES = {"query_prompt": ("query",), "label_prompt": ("document", "passage", "corpus")}
 _ORDER = (("Transformer",), ("Pooling",), ("Dense", "Normalize"))
 _WHY = {
@@ -48,10 +48,10 @@ Width = Annotated[int, Field(ge=1, le=1 << 16)]
 
 
 class DenseLayer(BaseModel):
-    """A linear layer behind the pooling, and its activation.
+    """A linear layer after the pooling, and its activation.
 
     Attributes:
-        path: its folder in the encoder's.
+        path: its folder, relative to the encoder's.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -65,14 +65,14 @@ class DenseLayer(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderFolder:
-    """What an encoder's folder says.
+    """An encoder's intended use, as its folder states it.
 
     Attributes:
-        pooling: as `encoder.pooling`. dense: layers behind it.
+        pooling: as `encoder.pooling`. dense: layers after it.
         normalizes: whether its vectors are scaled to unit length at the end.
         query_prompt, label_prompt: read before a text; "": nothing.
-        max_length: most tokens of a text that it was made for; 0: it does not say.
-        width: first dimensions of its vector that are meant to be used; 0: it does not say.
+        max_length: maximum tokens of a text for which it was made; 0: not stated.
+        width: number of first dimensions of its vector that should be used; 0: not stated.
     """
 
     pooling: Any = "mean"
@@ -85,7 +85,7 @@ class EncoderFolder:
 
 
 def read_encoder_folder(folder: Path) -> EncoderFolder:
-    """What the files of a transformer's folder say about its use.
+    """Read a transformer's intended use from the files of its folder.
 
     Raises:
         ConfigError: a file is damaged, or asks for something that is not supported, such as other
@@ -135,8 +135,8 @@ def read_encoder_folder(folder: Path) -> EncoderFolder:
 
 
 def resolved(settings: Encoder, folder: Path) -> Encoder:
-    """Section `encoder` with the pooling and prompts of its folder in place of "auto", and with its
-    width in place of 0.
+    """Section `encoder` with the pooling and prompts of its folder instead of "auto", and with its
+    width instead of 0.
     """
     if not settings.has_transformer:
         changes = {"pooling": "mean", "query_prompt": "", "label_prompt": ""}
@@ -148,7 +148,7 @@ def resolved(settings: Encoder, folder: Path) -> Encoder:
 
 
 def _module(file: Path, place: int, module: dict[str, Any], is_over: bool) -> str:
-    """The name of a module that may be at this place; `is_over`: none may."""
+    """The name of a module, if it is allowed at this position; `is_over`: none is."""
     kind = str(module["type"])
     path = PurePosixPath(module["path"])
     name = kind.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Builds an encoder's inputs from rows of tokenised texts: by numpy, then copied to the device.
+"""Builds an encoder's inputs from rows of tokenised texts: with numpy, then copied to the device.
 
 Legend: B texts, N texts of a source, F tokens of all texts, U distinct tokens, D width of the
 transformer, W width of the encoder.
@@ -45,7 +45,7 @@ class InputBuilder:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens with padding up to which more than `CHUNK_TEXTS` texts are a chunk; 0: never."""
+        """Padded tokens up to which a chunk has more than `CHUNK_TEXTS` texts; 0: never."""
         return GPU_CHUNK_TOKENS if self.device.type == "cuda" else 0
 
     def __call__(self, parts: Parts) -> EncoderInput:
@@ -58,7 +58,7 @@ class InputBuilder:
         return EncoderInput(len(output_BW), output_BW=output_BW)
 
     def texts(self, parts: Parts) -> EncoderInput:
-        """Input from which the encoder computes its output, also where it is frozen."""
+        """Input from which the encoder computes its output, even if it is frozen."""
         encoder = self.encoder
         fields: dict[str, Any] = {}
         vector_BD = self._cached(self.frozen_vectors, parts) if encoder.takes_vectors else None
@@ -71,8 +71,8 @@ class InputBuilder:
         return EncoderInput(sum(len(rows) for _, _, rows in parts), **fields)
 
     def read_lengths(self, tokens: Tokens, rows: np.ndarray) -> np.ndarray:
-        """Tokens by which texts are padded together: if some may be `LONG`, only those that the
-        transformer reads.
+        """Lengths by which texts are grouped for padding: if some may be `LONG`, only tokens that
+        the transformer reads count.
         """
         lengths_B = tokens.lengths(rows)
         most = self.encoder.settings.transformer_tokens
@@ -119,8 +119,8 @@ class InputBuilder:
         return {"chunks": tuple(chunks), "place_B": self._to(place_B)}
 
     def _packed(self, parts: Parts) -> dict[str, Any]:
-        """The transformer's fields of an input: few packed sequences, mostly one. Activations that
-        are computed again are those of a small one at a time.
+        """The transformer's fields of an input: few packed sequences, mostly one. If activations
+        are recomputed, sequences are smaller, as one of them is recomputed at a time.
         """
         encoder = self.encoder
         parts = [(name, tokens.for_transformer, rows) for name, tokens, rows in parts]

@@ -9,7 +9,7 @@ from typing import Any
 
 from unidec.errors import UnidecError
 
-# queries; with at least so many, a flat search is one matrix product, six times as fast as scans
+# number of queries from which a flat search is one matrix product, six times as fast as scans
 _BLAS_FROM = 4
 
 

@@ -1,4 +1,4 @@
-"""The first rows of a classifier's table: label embeddings, or random ones.
+"""The initial rows of a classifier's table: label embeddings, or random rows.
 
 Legend: B labels of a block, L labels, D width of a head, W width of the encoder.
 """
@@ -24,8 +24,8 @@ def start_table(model: UniDEC, label_input: Callable[[np.ndarray], Tensor] | Non
     (Renee).
 
     Works in blocks, so that no second table is in memory. Random rows are drawn for all labels from
-    the default generator of the model's device: they are the same wherever the table lives and
-    whichever rows are held here.
+    the default generator of the model's device: they do not depend on the table's device or on
+    which rows this process holds.
 
     Args:
         label_input: needed for "label_embedding" only: returns encoder outputs [n, W] of label rows

@@ -1,9 +1,9 @@
-"""Caches on disk of what a frozen transformer, or a frozen encoder, computes for each text.
+"""On-disk caches of the output of a frozen transformer, or of a frozen encoder, for each text.
 
 A cache holds the pooled vectors of a frozen transformer, float16 [N, D], or the outputs of an
 encoder that is frozen as a whole (also its bag), float16 [N, W]. Its folder's name is a hash of
 everything that decides its content: weights, tokens, pooling, ... A label is often a query too (a
-product, an article): a text that both have is computed once.
+product, an article): a text that is both is computed once.
 
 Legend: N texts, D width of the transformer, W width of the encoder.
 """
@@ -38,7 +38,7 @@ What = Literal["vectors", "outputs"]
 
 
 def autocast(device: torch.device, amp: torch.dtype | None) -> torch.autocast:
-    """The context in which the model computes on a device: in this type, or None in float32."""
+    """The autocast context in which the model computes on a device; `amp` None: float32."""
     return torch.autocast(device.type, dtype=amp or torch.bfloat16, enabled=amp is not None)
 
 

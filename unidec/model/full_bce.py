@@ -27,8 +27,8 @@ CHUNK = 8192  # labels at once
 
 @dataclass(frozen=True, kw_only=True)
 class _Terms:
-    """What the loss sums: its pairs, the further factor of each positive term, and the queries that
-    count.
+    """Terms of the loss: its pairs, an additional coefficient of each positive term, and the
+    queries that count.
 
     Attributes:
         chunk: labels in a chunk. grad: whether gradients are computed.

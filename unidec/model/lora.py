@@ -1,7 +1,7 @@
-"""Adapters of low rank beside a transformer's linear layers, which train in place of its weights
-(LoRA: Hu et al., 2022), by PEFT.
+"""Low-rank adapters of a transformer's linear layers, which train instead of its weights (LoRA: Hu
+et al., 2022), with PEFT.
 
-Only a training has them: it exports merged weights, so that nothing else needs PEFT.
+Only training has adapters: it exports merged weights, so that nothing else needs PEFT.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def add_adapters(encoder: TransformerEncoder | None, lora: Mapping[str, Any]) ->
     has none; does nothing for rank 0.
 
     Args:
-        lora: `encoder.lora`. Its targets are the layers' last names; without them, all linear ones.
+        lora: `encoder.lora`. Its targets are last parts of layer names; none: all linear layers.
 
     Raises:
         ConfigError: there are no such layers. UnidecError: PEFT is not installed.
@@ -53,7 +53,7 @@ def add_adapters(encoder: TransformerEncoder | None, lora: Mapping[str, Any]) ->
 
 
 def checked_targets(part: nn.Module, targets: list[str]) -> list[str]:
-    """The given names of linear layers, or all; a ConfigError if there are no such layers."""
+    """The given names of linear layers, or all; raises ConfigError if there are no such layers."""
     names = {
         name.rpartition(".")[2]
         for name, module in part.named_modules()
@@ -102,8 +102,8 @@ def merged(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def without_own_weights(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A model's state for a checkpoint: with adapters without the transformer's own weights, which
-    do not change.
+    """A model's state for a checkpoint: of a model with adapters, without the transformer's own
+    weights, which do not change.
     """
     untrained = _untrained_state(model)
     if not untrained:
@@ -113,8 +113,8 @@ def without_own_weights(model: Any, state: dict[str, Tensor]) -> dict[str, Tenso
 
 
 def with_own_weights(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The whole state, of one `without_own_weights`; RuntimeError: its adapters belong to other
-    weights.
+    """The whole state, from a state `without_own_weights`; raises RuntimeError if its adapters
+    belong to other weights.
     """
     untrained = _untrained_state(model)
     if not untrained:
@@ -126,7 +126,7 @@ def with_own_weights(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _untrained_state(model: Any) -> dict[str, Tensor]:
-    """Of a model with adapters, the transformer's own weights, which its checkpoints leave out; {}
+    """The transformer's own weights in a model with adapters, which its checkpoints omit; {}
     without adapters.
     """
     if not _adapted(model):

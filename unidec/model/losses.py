@@ -238,7 +238,7 @@ def _hinges(x_BS: Tensor, s_P: Tensor, row_P: Tensor, weight_P: Tensor, margin: 
 
 
 def _all_hinges(x_BS: Tensor, other_BS: Tensor, pairs: Pairs, margin: float) -> Tensor:
-    """`_hinges` of all pairs, in blocks; backward computes each again: its [P, S] is not kept."""
+    """`_hinges` of all pairs, in blocks; backward recomputes each, so that no [P, S] is kept."""
     s_P = x_BS[pairs.row_P, pairs.col_P]
     size = max(1, BLOCK // max(x_BS.shape[1], 1))
     total = s_P.sum() * 0
@@ -281,8 +281,8 @@ def triplet(
             similarity 0 (NGAME's published code).
         top: number of hardest negatives; where the pool has fewer, the missing ones count as loss
             0.
-        positives: the loss is on the pairs of that many hardest positives and the `top` hardest
-            negatives instead (`_hardest_pairs`); 0: on each positive by its weight.
+        positives: number of hardest positives, which are paired with the `top` hardest negatives
+            (`_hardest_pairs`); 0: each positive counts by its weight.
     """
     x_BS = logit_BS.to(loss_dtype(logit_BS))
     num_rows, num_columns = x_BS.shape
@@ -307,9 +307,9 @@ def triplet(
 def _hardest_pairs(
     x_BS: Tensor, other_BS: Tensor, pairs: Pairs, margin: float, hardest: tuple[int, int]
 ) -> Tensor:
-    """Mean over the queries and over the pairs of their hardest positives (lowest similarity) and
-    hardest negatives of the pair's hinge, each weighted by its softmax over the positive's
-    negatives with a loss. Where the pool has fewer, the missing pairs count as loss 0.
+    """Mean hinge over queries and over the pairs of their hardest positives (lowest similarity) and
+    hardest negatives; each hinge is weighted by its softmax over the positive's negatives with a
+    loss. If the pool has fewer, the missing pairs count as loss 0.
 
     Source: NGAME's published code for its classifier.
 

@@ -34,7 +34,7 @@ OPSET = 18
 # alpha of SmoothQuant: how much of the differences in scale moves from a layer's inputs to its
 # weights
 SMOOTHING = 0.9
-# between outputs of graph and model: rounding errors are far smaller, those of a wrong trace larger
+# between outputs of graph and model: rounding errors are far smaller, those of wrong traces larger
 TOLERANCE = 1e-3
 _FAILURES = (ImportError, RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ Inputs = dict[str, Any]
 
 
 class TransformerGraph(nn.Module):
-    """The transformer's pooled vectors float32 [B, D] of token ids and mask int64 [B, T]."""
+    """Maps token ids and mask, int64 [B, T], to the transformer's pooled vectors float32 [B, D]."""
 
     transformer: Any
 
@@ -82,7 +82,7 @@ def _masks(mask_BT: Tensor, window: int) -> dict[str, Tensor]:
 
 
 def export_graph(module: nn.Module, path: Path, outputs: Sequence[str]) -> None:
-    """Write a module of input_ids and attention_mask, int64 [B, T], as one ONNX file."""
+    """Write a module with inputs input_ids and attention_mask, int64 [B, T], as one ONNX file."""
     inputs = {
         "input_ids": torch.ones(2, 5, dtype=torch.long),
         "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]),
@@ -177,7 +177,7 @@ def _check(path: Path, inputs: Inputs, expected: npt.NDArray[np.float32]) -> Non
 
 
 def _opens(path: Path) -> bool:
-    """Whether onnxruntime opens a graph as a server does; it cannot rewrite that of DeBERTa."""
+    """Whether onnxruntime opens a graph as a server does; it cannot open DeBERTa's."""
     try:
         open_session(path)
     except Exception:  # onnxruntime's errors have no common base class
@@ -201,7 +201,7 @@ class _SmoothLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Transformers looks at its type."""
+        """Needed by transformers, which reads its dtype."""
         return self.weight_OI
 
     def forward(self, x: Tensor) -> Tensor:

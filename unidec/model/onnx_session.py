@@ -44,5 +44,5 @@ def open_session(graph: Path, threads: int = 0) -> Any:
 
 
 def threads_of_int8(width: int) -> int:
-    """Threads that encode one text soonest with a transformer of this width in 8 bits; 0: all."""
+    """Threads with which a transformer of this width encodes one text fastest in 8 bits; 0: all."""
     return 1 if width < WIDE and has_vnni() else 0

@@ -1,8 +1,8 @@
-"""Texts as a transformer reads them: padded to the longest, or packed one behind the other.
+"""Texts as a transformer reads them: padded to the longest, or packed one after the other.
 
 A packed sequence has no padding, and each operator is launched once for all its texts: attention
-looks up where each of them begins (`torch.nn.attention.varlen`). GPUs that multiply bfloat16 take
-it; elsewhere texts of similar length are padded together.
+gets the bounds of the texts (`torch.nn.attention.varlen`). It is used on GPUs that multiply
+bfloat16; elsewhere texts of similar length are padded together.
 
 Legend: B texts, T tokens of the longest text, F tokens of all texts, H heads, D width of a head, W
 width of the transformer.
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 ATTENTION = "unidec"  # name of `attend` in transformers
-# Architectures whose texts may be packed. Those of True count positions from behind the padding id.
+# Architectures whose texts may be packed. True: positions are counted from after the padding id.
 PACKABLE = {"bert": False, "distilbert": False, "roberta": True, "xlm-roberta": True}
 
 
@@ -40,8 +40,8 @@ class Padded(NamedTuple):
 
     def pool(self, hidden_BTW: Tensor, pooling: str) -> Tensor:
         """A vector of each text, float32 [B, W]: the mean of its tokens ("mean"), or weighted by
-        their places from 1 ("weighted_mean"), their maximum ("max"), or the vector of the first
-        ("cls") or last one ("last"). A text without tokens has zeros, but for "cls".
+        their positions from 1 ("weighted_mean"), their maximum ("max"), or the vector of the first
+        ("cls") or last one ("last"). A text without tokens has zeros, except for "cls".
         """
         hidden_BTW = hidden_BTW.float()
         if pooling == "cls":
@@ -58,12 +58,12 @@ class Padded(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Texts one behind the other.
+    """Texts packed one after the other.
 
     Attributes:
         ids_F: int64; place_F: int64, position of each token in its text.
         bounds: int32 [B + 1], where each text begins, and the end of the last.
-        most: tokens that no text exceeds.
+        most: upper bound on the tokens of a text.
     """
 
     ids_F: Tensor
@@ -113,7 +113,7 @@ def can_pack(config: Any, device: torch.device, amp: torch.dtype | None) -> bool
 
 
 def is_packable(config: Any) -> bool:
-    """Whether a transformer's architecture allows it, and its attention's kernel."""
+    """Whether a transformer's architecture and its attention's kernel allow packing."""
     width_of_head = config.hidden_size // config.num_attention_heads
     return config.model_type in PACKABLE and width_of_head % 8 == 0
 
@@ -129,9 +129,9 @@ def attend(
     max_length_q: int = 0,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention within each text, for transformers' attention interface; of padded texts torch's.
+    """Attention within each text, for transformers' attention interface; torch's for padded texts.
 
-    The weights of packed attention have no dropout, which its kernel lacks.
+    Packed attention has no dropout of its weights, since its kernel lacks it.
     """
     if cu_seq_lens_q is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -143,7 +143,7 @@ def attend(
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, most: int) -> Tensor:
-    """Attention within each text of a packed sequence [F, H, D]; a GPU's kernel."""
+    """Attention within each text of a packed sequence [F, H, D]; a GPU kernel."""
     from torch.nn.attention.varlen import varlen_attn
 
     out_FHD = varlen_attn(query, key, value, bounds, bounds, most, most)
@@ -151,7 +151,7 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, most: int)
 
 
 class _Rounded(torch.autograd.Function):
-    """Weights in another type, by one launch for all; their gradients come back in float32."""
+    """Weights in another type, cast by one launch for all; their gradients are float32."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -168,7 +168,7 @@ class _Rounded(torch.autograd.Function):
 
 def in_half(module: nn.Module, dtype: torch.dtype, device_type: str) -> Callable[[Packed], Tensor]:
     """A module with its weights rounded to autocast's type, once for all passes; gradients reach
-    its own.
+    the original weights.
 
     Everything in it computes in this type, where autocast would keep norms and sums in float32 and
     cast each input of a layer.

@@ -67,7 +67,7 @@ class Pairs(NamedTuple):
 
 
 class Columns:
-    """Which columns of a pool's logits [B, S] this process computes; in this class all of them.
+    """The columns of a pool's logits [B, S] that this process computes; in this base class all.
 
     With several processes each may compute a part (`unidec.training.own_columns.OwnColumns`). Even
     then targets and pairs are those of all columns on every process, and so are the loss and its
@@ -80,11 +80,11 @@ class Columns:
         return num_columns
 
     def own(self, pairs: Pairs) -> Pairs:
-        """The pairs in this process's columns, by column numbers relative to the first of these."""
+        """The pairs in this process's columns, with columns numbered from the first of these."""
         return pairs
 
     def own_values(self, x_P: Tensor) -> Tensor:
-        """Of values of all positive pairs those of the pairs in this process's columns."""
+        """From values of all positive pairs, those of the pairs in this process's columns."""
         return x_P
 
     def of_all_pairs(self, x_P: Tensor) -> Tensor:
@@ -107,8 +107,8 @@ class Columns:
         """Set the k highest of S > k entries of each row to `MASKED`, in place.
 
         Returns:
-            these entries [B, k], the next highest [B, 1], and (places, values), whose scatter along
-            dim 1 restores the entries.
+            these entries [B, k], the next highest [B, 1], and (indices, values), whose scatter
+            along dim 1 restores the entries.
         """
         value_BK, place_BK = x_BS.topk(k + 1, dim=1)
         top_BK, next_B1 = value_BK.split([k, 1], dim=1)
@@ -131,8 +131,8 @@ class PoolTargets:
             targets).
         importance_P: float [P], inverse propensity of each pair's label; None: 1 for each pair.
         columns: which of the pool's columns the logits hold.
-        mixture: weighted targets whose losses are added up in place of the loss of these; empty:
-            these alone.
+        mixture: weighted targets whose losses are added up instead of the loss of these targets;
+            empty: no mixture.
     """
 
     row_P: Tensor
@@ -211,7 +211,7 @@ class PoolTargets:
         self, reduction: str, num_rows: int, generator: torch.Generator | None, *, forward: bool
     ) -> Pairs:
         """The pairs of query -> label (`forward`) or of the transposed logits, with the weights of
-        `target_weights`. What is not drawn is computed once for both heads.
+        `target_weights`. Weights that are not random are computed once for both heads.
         """
         key = (reduction, forward)
         if generator is not None or key not in self._weighted:
@@ -267,8 +267,8 @@ def target_weights(
 def one_positive(
     targets: PoolTargets, num_rows: int, generator: torch.Generator | None = None
 ) -> PoolTargets:
-    """Targets of a one-vs-all loss under the reduction "pol": the positive terms of all positives
-    but the one that `target_weights` picks are 0, and they are no negatives either.
+    """Targets of a one-vs-all loss under the reduction "pol": of each row's positives only the one
+    that `target_weights` picks has a positive term; the others are not negatives either.
 
     A pair whose target is 1 has no negative term, so its importance decides alone.
     """
@@ -339,11 +339,11 @@ def mean_over_rows(loss_P: Tensor, pairs: Pairs, num_rows: int) -> Tensor:
 def entry_targets(
     pairs: Pairs, x_B: Tensor, num_columns: int, normalise: str
 ) -> tuple[Pairs, Tensor, Tensor]:
-    """Of a one-vs-all loss: the pairs with targets in [0, 1]; active_B, 1 for each row with a
+    """For a one-vs-all loss: the pairs with targets in [0, 1]; active_B, 1 for each row with a
     positive target, else 0; and the divisor of the loss's sum, 0-d, at least 1.
 
     Args:
-        x_B: logits, or anything else of their number of rows and type.
+        x_B: logits, or any tensor with their number of rows and dtype.
         normalise: "rows": count the active rows; "entries": count their entries without ignored
             ones; "sum": 1.
     """

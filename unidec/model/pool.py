@@ -38,8 +38,8 @@ class TrainingPairs:
             label.
         relevance, filter_pairs: csr [rows, L]: positives, and pairs that must not become negatives.
         soft: whether relevances are soft targets; otherwise each positive counts the same.
-        labels_are_texts: whether a label's number is that of a training row's text, not that of a
-            label.
+        labels_are_texts: whether labels are numbered as the texts of training rows, not as the data
+            set's labels.
     """
 
     rows: np.ndarray
@@ -98,10 +98,10 @@ class PoolSampler:
     Attributes:
         relevance, filter_pairs: csr [N, L] in canonical format: positives, and pairs that must not
             become negatives.
-        size: most labels of a pool; 0: no limit.
+        size: maximum labels of a pool; 0: no limit.
         fill: add the other positives of the batch's queries, as far as the size limit allows.
         weight_L: float [L], finite and above 0: the probability that a positive is drawn next,
-            among those of the query that are left, is proportional to it (inverse propensities:
+            among the remaining ones of the query, is proportional to it (inverse propensities:
             tail labels more often); None: uniform.
     """
 

@@ -1,4 +1,4 @@
-"""A table of which each step uses few rows: token embeddings, or the classifier.
+"""A table with few rows used in each step: token embeddings, or the classifier.
 
 Legend: R rows of the whole table, n rows held here, U rows used in a step (each once), D width.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from unidec.errors import DataError
 from unidec.progress import progress
 
-# most entries of a tile of scores: 256 MB of float32, whatever the number of labels
+# maximum scores of a tile: 256 MB of float32, whatever the number of labels
 MAX_BLOCK_SCORES = 1 << 26
 # labels of a tile: top-k of a row is five times as fast if the row fits the cache
 LABELS_AT_ONCE = 1 << 16
@@ -52,13 +52,13 @@ def _as_matrix(vectors: np.ndarray | Tensor, name: str, first: int = 0) -> Tenso
 
 
 def query_block(num_labels: int, block: int = 512) -> int:
-    """Queries of a block: `block`, or fewer: a tile has at most `MAX_BLOCK_SCORES` scores."""
+    """Queries of a block: `block`, or fewer, so that a tile has at most `MAX_BLOCK_SCORES`."""
     tile = max(min(num_labels, LABELS_AT_ONCE), 1)
     return max(1, min(block, MAX_BLOCK_SCORES // tile))
 
 
 def labels_that_fit(device: torch.device, width: int) -> int:
-    """How many labels' vectors fit into half of a GPU's free memory; on a CPU no limit."""
+    """Number of labels whose vectors fit into half of a GPU's free memory; unlimited on a CPU."""
     if device.type != "cuda":
         return 1 << 62
     return max(LABELS_AT_ONCE, torch.cuda.mem_get_info(device)[0] // (2 * 4 * max(width, 1)))
@@ -82,7 +82,7 @@ def exact_search(
         query_ND, label_LD: finite vectors.
         k: results for each query; may exceed L.
         exclude: csr [N, L], pairs that must not be returned; stored zeros count as pairs.
-        block: most queries at a time.
+        block: maximum queries at a time.
         device: where to compute; None: where the queries are. Labels that are elsewhere are copied
             tile by tile.
         desc: title of the progress bar; None: no progress bar.
@@ -125,6 +125,6 @@ def exact_search(
 
 
 def _top(score_BT: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k highest of each row, or all, best first, and their places."""
+    """The k highest entries of each row (or all), best first, and their positions."""
     score_BK, place_BK = score_BT.topk(min(k, score_BT.shape[1]), dim=1)
     return score_BK, place_BK

@@ -1,4 +1,4 @@
-"""Soft top-k: a loss that a positive escapes within the top k of its row, at whatever rank.
+"""Soft top-k: a loss that is almost 0 for a positive within the top k of its row, at any rank.
 
 Legend: B queries (rows), S pool labels (columns), P positive pairs in the pool, K the k highest
 entries of a row.
@@ -126,7 +126,7 @@ def soft_topk(
     """Soft top-k: `-log sigmoid(s_ip + t_i)`, t_i such that `sum_{l in L_B} sigmoid(s_il + t_i) =
     k`.
 
-    A positive within the top k of its row has almost no loss, at whatever rank. Other positives
+    A positive within the top k of its row has almost no loss, at any rank there. Other positives
     stay in the sum. The loss of a row with at most k labels (without ignored ones) is 0.
 
     Source: DEXML (Gupta et al. 2024), soft top-k operator with a sigmoid, and cross entropy of the

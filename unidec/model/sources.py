@@ -35,7 +35,7 @@ PACKAGED = {
 }
 
 
-# architectures that count positions from behind the padding id, so that the first ones are unused
+# architectures that count positions from after the padding id, so that the first ones are unused
 _BEHIND_PADDING = (
     *("camembert", "data2vec-text", "longformer", "mpnet", "roberta", "roberta-prelayernorm"),
     *("xlm-roberta", "xlm-roberta-xl", "xmod"),
@@ -97,7 +97,7 @@ def resolve_encoder(name: str) -> Path:
 
 @functools.cache
 def _sha256(file: Path, num_bytes: int, changed_ns: int) -> str:
-    """Of a file with this size and time of change: a training asks for it five times."""
+    """sha256 of a file with this size and modification time; cached, as it is needed five times."""
     return file_sha256(file)
 
 

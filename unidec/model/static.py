@@ -25,7 +25,7 @@ _MOST_SPECIALS = 64  # more tokens than any tokenizer puts around a text
 
 
 class StaticVectors(nn.Module):
-    """Looks like a transformer of transformers: its hidden states are the tokens' vectors.
+    """Has the interface of a model of transformers; its hidden states are the tokens' vectors.
 
     Args:
         weight_VD: vectors of the tokens.

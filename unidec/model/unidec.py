@@ -247,7 +247,7 @@ class UniDEC(nn.Module):
         return self.log_scale.device
 
     def tokens(self, texts: Sequence[str], side: Literal["queries", "labels"]) -> Tokens:
-        """Texts behind the prompt of their side; DataError for a text that is not valid Unicode."""
+        """Tokens of texts after the prompt of their side; raises DataError for invalid Unicode."""
         settings = self.encoder_settings
         prompt = settings.query_prompt if side == "queries" else settings.label_prompt
         return encode_texts(texts, self.tokenizer_folder, self.max_length, prompt)
@@ -324,8 +324,7 @@ class UniDEC(nn.Module):
         under autocast, as in serving.
 
         Args:
-            desc: title of a progress bar; None: no progress bar. The other arguments are those of
-                `encode`.
+            desc: title of a progress bar; None: no progress bar. Other arguments: as for `encode`.
             only: compute this head only.
             into: with `only`, the array [n, D] that is filled and returned.
         """
@@ -370,8 +369,8 @@ class UniDEC(nn.Module):
     def classifier_table(
         self, into: np.ndarray | None = None
     ) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """(Psi float32 [L, D], bias float32 [L]) of the rows held here; None: it has none. Psi
-        fills `into` if it is given.
+        """(Psi float32 [L, D], bias float32 [L]) of the rows held here; None for what the model
+        lacks. Psi fills `into` if it is given.
         """
         weight_LD = None if self.table is None else self.table.numpy(into)
         bias_L = None if self.bias is None else self.bias.numpy().squeeze(1)
@@ -444,7 +443,7 @@ class UniDEC(nn.Module):
         *,
         add: Add = add_nothing,
     ) -> UniDEC:
-        """A model from its folder, ready to encode.
+        """Load a model from its folder, ready to encode.
 
         Args:
             verify: check the hashes of the files.
@@ -454,8 +453,8 @@ class UniDEC(nn.Module):
             add: returns what methods add; needed with `rows` for a model with tensors of methods.
 
         Raises:
-            ArtifactError: missing, damaged, of a newer version, or weights that do not fit the
-                configuration.
+            ArtifactError: the model is missing, damaged or of a newer version, or its weights do
+                not fit the configuration.
         """
         path = Path(path)
         read_manifest(path, KIND, VERSION, verify=verify)
@@ -492,7 +491,7 @@ class UniDEC(nn.Module):
 
 
 def _copy_files(source: Path, target: Path, names: Collection[str]) -> None:
-    """Copy those of some files that exist."""
+    """Copy the named files that exist."""
     target.mkdir()
     for name in names:
         if (source / name).is_file():

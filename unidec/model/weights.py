@@ -1,5 +1,5 @@
-"""Copies weights from a file into a model: all of them, or those of an earlier model that a new one
-starts from.
+"""Copies weights from a file into a model: all of them, or encoder and heads of the earlier model
+from which a new one starts.
 
 Legend: W width of the encoder, D width of a head.
 """
@@ -163,8 +163,8 @@ def take_start(
 
 
 def _start_sources(state: Collection[str], start: Collection[str]) -> dict[str, str]:
-    """For the name of each weight of encoder and heads in a new model, or in the start alone, the
-    name in the start of the weight that it takes.
+    """For the name of each weight of encoder and heads, in a new model or in the start alone: the
+    name of the start's weight that is copied to it.
     """
     sources = {name: name for name in [*state, *start] if name.startswith("encoder.")}
     residual = "encoder.residual."

@@ -1,8 +1,8 @@
-"""How the tokens of a tokenizer make words, read from its tokenizer.json.
+"""How a tokenizer's tokens form words, read from its tokenizer.json.
 
 WordPiece marks the pieces that continue a word ("##ssl"). SentencePiece and byte-level BPE mark a
-blank before a word ("▁lib", "Ġlib"), but none at the beginning of a text nor behind punctuation,
-and keep the case: their words are compared by what is written, whatever the pieces and the case.
+blank before a word ("▁lib", "Ġlib"), but not at the beginning of a text or after punctuation, and
+keep the case: their words are compared by their spelling, regardless of the pieces and the case.
 
 A word ends at a blank, at punctuation and other signs, which are words of their own, as in BERT. In
 scripts without blanks between words (Chinese, Japanese, Thai, Lao, Burmese, Khmer) each piece is a
@@ -50,10 +50,10 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenPieces:
-    """What the tokens of a vocabulary write.
+    """The text that each token of a vocabulary spells.
 
     Attributes:
-        begins_V: bool [V], the token begins a word, whatever is before it.
+        begins_V: bool [V], the token begins a word, whatever precedes it.
         ends_V: bool [V], its word ends with it.
         hash_V: uint64 [V], the hash of its UTF-8 in lower case, without blanks around it.
         size_V: int64 [V], number of these bytes; special tokens have none.
@@ -66,7 +66,7 @@ class WrittenPieces:
 
 
 def written_pieces(tokenizer_folder: Path) -> WrittenPieces | None:
-    """What the tokens write; None: the tokenizer does not mark blanks before words."""
+    """The spelling of the tokens; None: the tokenizer does not mark blanks before words."""
     file = tokenizer_folder / "tokenizer.json"
     state = file.stat()
     return _written_pieces(file, state.st_mtime_ns)
@@ -111,7 +111,7 @@ def _hash(text: bytes) -> int:
 
 
 def spelt_words(flat_F: Ints, lengths_B: Ints, pieces: WrittenPieces) -> tuple[Keys, Ints]:
-    """Hashes of what all words of some texts write, whatever the pieces.
+    """Hashes of the spelling of all words of some texts, regardless of the pieces.
 
     Args:
         flat_F, lengths_B: int64, ids of all texts in order, and the number of tokens of each text.
@@ -155,7 +155,7 @@ def _blank(description: dict[str, Any]) -> str | None:
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """The steps of a part of tokenizer.json, those of sequences included."""
+    """The steps of a part of tokenizer.json, including the steps of sequences."""
     if isinstance(part, list):
         for each in part:
             yield from _steps(each)
@@ -175,7 +175,7 @@ def _byte_of() -> dict[str, int]:
 
 
 def _bytes_of(token: str, blank: str) -> bytes:
-    """What a token writes, in UTF-8."""
+    """The text that a token spells, in UTF-8."""
     if not blank:
         byte_of = _byte_of()
         return bytes(byte_of[character] for character in token if character in byte_of)
@@ -197,7 +197,7 @@ def _bounds(written: bytes) -> tuple[bool, bool]:
 
 @functools.cache
 def _joins(character: str) -> bool:
-    """Whether a character and its neighbour may be of one word: a letter, number or accent of a
+    """Whether a character and its neighbour may belong to one word: a letter, number or accent of a
     script with blanks.
     """
     if unicodedata.category(character)[0] not in "LMN":
@@ -206,7 +206,7 @@ def _joins(character: str) -> bool:
 
 
 def _folded(written: bytes) -> bytes:
-    """In lower case, without blanks around it; a part of a character stays as it is."""
+    """In lower case, without surrounding blanks; with parts of characters, ASCII letters only."""
     try:
         return written.decode().strip().casefold().encode()
     except UnicodeDecodeError:

@@ -124,8 +124,8 @@ def word_keys(
     """64-bit hashes of all words of some texts.
 
     Args:
-        skipped_V: bool [V], special tokens, which are not part of a text. The other arguments are
-            those of `with_words`.
+        skipped_V: bool [V], special tokens, which are not part of a text. Other arguments: as for
+            `with_words`.
 
     Returns:
         (hashes uint64 [W] of all texts in order, number of words of each text int64 [B]).
@@ -177,12 +177,12 @@ class WordSpace:
         keys_F: uint64 [F], hashes of the known words and pairs, ascending. All others are ignored.
         idf_F: float32 [F], their weights, positive.
         head: number of first tokens whose words form the second part; 0: no second part.
-        spelt: words are compared by what they write, not by their pieces; None: if the tokenizer
+        spelt: words are compared by their spelling, not by their pieces; None: if the tokenizer
             marks blanks (`unidec.model.word_pieces`).
 
     Raises:
         ValueError: keys do not ascend, the number of weights differs, or weights are not finite and
-            positive; or words cannot be compared by what they write.
+            positive; or words cannot be compared by their spelling.
     """
 
     def __init__(
@@ -213,8 +213,8 @@ class WordSpace:
         """The word space of the given texts; a feature has the weight ln((1 + B) / (1 + its number
         of texts)) + 1.
 
-        In memory are 17 bytes for each feature so far, twice while a block's are added, and some
-        100 for each word of a block.
+        Memory: 17 bytes for each feature found so far, twice that while a block's features are
+        added, and some 100 bytes for each word of a block.
 
         Args:
             blocks: the texts, some at a time (`text_blocks`).
@@ -241,7 +241,7 @@ class WordSpace:
 
     @property
     def spelt(self) -> bool:
-        """Whether words are compared by what they write."""
+        """Whether words are compared by their spelling."""
         return self._written is not None
 
     @property
@@ -335,7 +335,7 @@ class _Counted(NamedTuple):
         return cls(keys_F, texts_F, is_pair[first_F])
 
     def joined(self, more: _Counted) -> _Counted:
-        """With those of other texts; this object is used up."""
+        """Merge with the counts of other texts; this object must not be used afterwards."""
         place_G = np.searchsorted(self.keys_F, more.keys_F)
         is_known_G = np.searchsorted(self.keys_F, more.keys_F, side="right") > place_G
         known = place_G[is_known_G]

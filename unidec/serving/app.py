@@ -28,7 +28,7 @@ _ABOUT = (
     "header Retry-After."
 )
 
-# FastAPI's OpenTelemetry, which an environment variable meant for another program could switch on
+# FastAPI's OpenTelemetry could be switched on by an environment variable meant for another program
 _NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False}
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -58,12 +58,12 @@ def create_app(
     api_key: str | None = None,
     hosts: frozenset[str] | None = None,
 ) -> FastAPI:
-    """The server's application; the batcher lives as long as its lifespan.
+    """The server's application; its batcher lives as long as the lifespan.
 
     Args:
-        service: its current engine answers; there may be none yet.
-        api_key: required on all routes but the page and the health routes; None: on none.
-        hosts: names that the header Host may hold, besides IP addresses and localhost; None: any.
+        service: its current engine answers requests; there may be none yet.
+        api_key: required on all routes except the page and the health routes; None: on none.
+        hosts: names that the Host header may hold, besides IP addresses and localhost; None: any.
     """
     routes = Routes(service, settings, api_key)
     app = FastAPI(
@@ -160,7 +160,7 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
 
 
 def _post(model: Any, example: dict[str, Any]) -> dict[str, Any]:
-    """Options of a route that reads the body itself: FastAPI then only documents it."""
+    """Options of a route that parses the body itself, so that FastAPI only documents it."""
     schema = model.model_json_schema() | {"examples": [example]}
     content = {"application/json": {"schema": schema, "example": example}}
     body = {"required": True, "content": content}
@@ -168,7 +168,7 @@ def _post(model: Any, example: dict[str, Any]) -> dict[str, Any]:
 
 
 def _openapi_route(app: FastAPI) -> Callable[[Request], Awaitable[Response]]:
-    """FastAPI's own route serialises the description for each request, in 2 ms."""
+    """Serves the cached OpenAPI: FastAPI's route would serialise it on each request, in 2 ms."""
 
     @functools.cache
     def description() -> bytes:
@@ -181,7 +181,7 @@ def _openapi_route(app: FastAPI) -> Callable[[Request], Awaitable[Response]]:
 
 
 async def _not_routed(request: Request, error: Exception) -> Response:
-    """Starlette's own errors: unknown path, or wrong method."""
+    """Convert Starlette's errors: unknown path, or wrong method."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         allowed = (error.headers or {})["Allow"]
@@ -206,6 +206,6 @@ async def _not_routed(request: Request, error: Exception) -> Response:
 
 
 async def _wrong_parameters(request: Request, error: Exception) -> Response:
-    """FastAPI's own errors: invalid query parameters."""
+    """Convert FastAPI's errors: invalid query parameters."""
     assert isinstance(error, RequestValidationError)
     raise wrong_values(error.errors())

@@ -1,18 +1,16 @@
-"""Batches the queries of concurrent requests: one thread answers them, while the event loop reads
+"""Batches the queries of concurrent requests: one thread runs the model, while the event loop reads
 and writes.
 
-While the model works, requests gather; when it is done, they become the next batch. After a batch
-of several queries an idle model waits `wait_seconds` for more. A lone query that takes a few
-milliseconds is answered in the event loop itself: waking another thread, and having it wake the
-loop, takes a third longer.
+While the model works, requests queue up and become the next batch. After a batch of several
+queries, an idle model waits `wait_seconds` for more. A lone query that takes only milliseconds is
+answered in the event loop itself: switching to another thread and back takes a third longer.
 
-- Bounded: at most `queue_queries` queries wait, and a request that could not be answered in time at
-  the current pace is rejected. A request that timed out, or whose client disconnected, leaves the
-  queue.
+- Bounded: at most `queue_queries` queries wait, and a request that would time out at the current
+  pace is rejected. A request that timed out, or whose client disconnected, leaves the queue.
 - Fair: waiting requests take turns, query by query, so a request of 256 queries does not delay
-  those of one.
-- A batch holds queries for one engine: the one that was current when the request arrived.
-- A batch that fails is retried request by request, so only the request that caused it fails.
+  requests of one query.
+- All queries of a batch go to one engine: the one that was current when they arrived.
+- The requests of a failed batch are retried one by one, so only the request that caused it fails.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ _LONE_SECONDS = 0.015  # how long a lone query may block the event loop
 
 @dataclass(eq=False)
 class _Job:
-    """The queries of one request; `next` is the first one that is not in a batch yet."""
+    """The queries of one request; `next` indexes the first query that is not in a batch yet."""
 
     engine: Any
     queries: Sequence[Any]
@@ -50,7 +48,7 @@ class _Job:
         return len(self.queries) - self.next
 
     def take(self, outcome: Any) -> None:
-        """The answer to the next query, or an error."""
+        """Store the answer to the next query, or fail with an error."""
         if isinstance(outcome, Exception):
             self.lose(outcome)
             return
@@ -70,7 +68,7 @@ class Batcher:
     """Created and used in one event loop.
 
     Args:
-        work: (engine, queries) -> their answers; never called concurrently.
+        work: (engine, queries) -> answers; never called concurrently.
         batch_queries: maximum queries per batch. queue_queries: maximum queries in the queue.
         wait_seconds: how long an idle model waits for more queries. timeout_seconds: timeout of a
         request.
@@ -93,8 +91,8 @@ class Batcher:
         self.queue_queries = queue_queries
         self.wait_seconds = wait_seconds
         self.timeout_seconds = timeout_seconds
-        self.waiting = 0  # queries in no batch yet
-        # moving average of seconds per batch; too low after small ones, then more is accepted
+        self.waiting = 0  # queries not in a batch yet
+        # moving average of seconds per batch; too low after small batches: more is then accepted
         self.pace = 0.0
         self.busy_since: float | None = None
         self._together = 1  # queries of the last batch
@@ -117,7 +115,7 @@ class Batcher:
             disconnected: returns when the client disconnects.
 
         Raises:
-            RequestError: 503, the request is rejected for now, or timed out. ClientGone. Whatever
+            RequestError: 503, the request was rejected or timed out. ClientGone. Any error that
             `work` raises.
         """
         if not queries:
@@ -138,7 +136,7 @@ class Batcher:
         self._arrived.set()
         gone = None
         try:
-            # a single quick query is answered by then, and its client need not be watched
+            # by then a single quick query is answered; its client need not be watched
             await asyncio.sleep(0)
             if disconnected is not None and not job.answers.done():
                 gone = asyncio.ensure_future(disconnected())
@@ -160,7 +158,7 @@ class Batcher:
         )
 
     def _unavailable(self, kind: str, what: str, **parts: Any) -> RequestError:
-        """A 503 with Retry-After: seconds until the present queue will be answered, 1 to 30."""
+        """A 503 with Retry-After: estimated seconds until the queue is answered, 1 to 30."""
         seconds = math.ceil(self._seconds(self.waiting))
         fix = "retry after Retry-After seconds"
         wait = min(max(seconds, 1), 30)
@@ -228,14 +226,14 @@ class Batcher:
         return batch
 
     def _timed(self, batch: _Batch) -> tuple[_Batch, float]:
-        """The jobs with an answer or error to each query, and the model's seconds, without the time
-        to wake a thread.
+        """Each job of the batch with its query's answer or error, and the seconds that the model
+        took, without thread switches.
         """
         begun = time.perf_counter()
         return self._answers_of(batch), time.perf_counter() - begun
 
     def _answers_of(self, batch: _Batch) -> _Batch:
-        """In the model's thread, or the event loop's."""
+        """Runs in the model's thread, or in the event loop's."""
         jobs = [job for job, _ in batch]
         try:
             answers = self.work(jobs[0].engine, [query for _, query in batch])

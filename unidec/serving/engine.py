@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from unidec.ranking.ranker import Prediction
 
 
-# of each file that /readyz compares: a fraction of a millisecond for a bundle
+# of each file that /readyz compares; takes a fraction of a millisecond per bundle
 _NUM_BLOCKS = 4
 _BLOCK = 1024
 
@@ -59,7 +59,7 @@ class Engine:
         identity, bundle, answerer: its parts. files: the bundle's files, which are mapped into
         memory.
         runtime: runtime of the query encoder.
-        model_json: {"sha256", "version"} as answers show it. card: the answer to GET /card.
+        model_json: {"sha256", "version"} as in answers. card: the answer to GET /card.
     """
 
     def __init__(self, identity: Identity, answerer: Answerer, settings: Serve) -> None:
@@ -77,10 +77,10 @@ class Engine:
 
     @classmethod
     def load(cls, folder: str | Path, settings: Serve, identity: Identity | None = None) -> Engine:
-        """Open a bundle: hashes of all its files are checked before anything in it is parsed.
+        """Open a bundle; hashes of all its files are checked before any file is parsed.
 
         Raises:
-            ArtifactError: it is damaged, or not the bundle that `identity` names (None: any).
+            ArtifactError: the bundle is damaged, or differs from `identity` (None: not compared).
             ConfigError: `serve.runtime` is not available.
         """
         from unidec.bundle.answer import Answerer
@@ -102,7 +102,7 @@ class Engine:
         return cls(identity, Answerer(bundle, encoder), settings)
 
     def warm(self, batch: int) -> None:
-        """Answer one query, then a batch, so that no client waits for one-time work."""
+        """Answer one query, then a batch, so that no client waits for one-time initialisation."""
         from unidec.bundle.answer import LabelQuery
 
         texts = [f"a text to begin with {i}" for i in range(batch)]
@@ -133,7 +133,7 @@ class Service:
         self.follower: Any = None
 
     def swap(self, engine: Engine) -> None:
-        """Make this engine current; the one before becomes previous or is freed."""
+        """Make this engine current; the replaced one becomes previous or is freed."""
         self.previous = self.current if self.settings.keep_previous else None
         self.current = engine
 
@@ -176,7 +176,7 @@ class MappedFiles:
     their blocks.
 
     Editing a file in place changes answers; truncating it ends the process with SIGBUS. Replacing a
-    file or folder by renaming does neither: the old one is still mapped, and is the one compared
+    file or folder by renaming is harmless: the old one stays mapped, and is the one compared
     here."""
 
     def __init__(self, folder: Path) -> None:

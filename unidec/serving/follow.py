@@ -1,7 +1,7 @@
-"""The server follows an alias: when it moves, the new version is fetched, probed in a separate
+"""Makes the server follow an alias: when it moves, the new version is fetched, probed in a separate
 process, then loaded.
 
-One thread polls the registry and does all of it; requests never wait for it. A version that cannot
+One thread polls the registry and loads versions; requests never wait for it. A version that cannot
 serve is refused and the old one keeps serving, whatever the cause: an unreachable registry, a
 damaged or hostile bundle, too little memory. Returning to the previous version is a swap in memory.
 The registry is only read."""
@@ -40,7 +40,7 @@ from unidec.tracking.fetch import (
 )
 from unidec.tracking.store import quiet_mlflow, tracking_uri
 
-# before a refused version is retried: memory or disk space may be free by then
+# before a refused version is retried: by then memory or disk space may be free
 RETRY_SECONDS = 600.0
 KEEP_FREE = 256 << 20  # bytes of memory that loading leaves free
 # a probe may allocate this multiple of the bundle's size, plus these bytes
@@ -86,10 +86,10 @@ class Registry:
         )
 
     def fetch(self, version: Identity) -> Path:
-        """The folder of a version's bundle, with every file's hash checked.
+        """The folder of a version's bundle, after checking the hash of every file.
 
         Raises:
-            ArtifactError: it is damaged, or not what its tag names.
+            ArtifactError: the bundle is damaged, or differs from the hash in the version's tag.
             RegistryAway: no answer.
         """
         address = f"models:/{self.address.name}/{version.version}"
@@ -97,7 +97,7 @@ class Registry:
             return fetch_bundle(address, self.uri).resolve()
         except UnidecError:
             raise
-        except Exception as error:  # whatever a registry or its files make a library raise
+        except Exception as error:  # a damaged registry can make libraries raise anything
             with contextlib.suppress(ConfigError):
                 self.find()  # raises if the registry is the cause, not this version
             raise ArtifactError(
@@ -140,7 +140,7 @@ class Follower:
         first: a future with the first bundle that serves, or with the error if none can be loaded.
 
     Raises:
-        ConfigError: `source` looks like an address and is not a valid one.
+        ConfigError: `source` looks like an address but is not a valid one.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Follower:
         self._load = load
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="unidec-follow")
-        self._fetched: set[Path] = set()  # copies that this server made, and removes
+        self._fetched: set[Path] = set()  # copies that this server made and later removes
         self._clean_at = math.inf
         # times of the monotonic clock in seconds
         self._looked: float | None = None
@@ -184,11 +184,11 @@ class Follower:
         }
 
     def start(self) -> None:
-        """Loads the first engine in a thread, which then polls; see `first`."""
+        """Start the thread that loads the first engine (see `first`) and then polls."""
         self._thread.start()
 
     def stop(self, seconds: float = 2.0) -> None:
-        """Ends the thread; waits at most this long, since loading cannot be interrupted."""
+        """End the thread; waits at most this long, since loading cannot be interrupted."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(seconds)
@@ -220,12 +220,12 @@ class Follower:
             except UnidecError as error:
                 is_new = self._state["problem"] is None  # logged once, not at each poll
                 self._problem(f"{on_a_line(error)}; still serving {self._current()}", is_new)
-            except Exception:  # the thread survives whatever happened; requests are not affected
+            except Exception:  # the thread survives any error; requests are not affected
                 self._state["problem"] = "following failed: see the log"
                 log.exception("following %s failed; the current model keeps serving", self.source)
 
     def _first_engine(self) -> Engine:
-        """The registry's version; if that is not available, the version that served before the
+        """The registry's version; if it is not available, the version that was served before the
         restart.
         """
         if self._registry is None:
@@ -278,7 +278,7 @@ class Follower:
     def _poll(self) -> None:
         assert self._registry is not None
         version = self._look(self._registry)
-        # their hashes only: a reference would keep an engine from being freed
+        # only their hashes: a reference would keep an engine from being freed
         current = _sha256_of(self.service.current)
         previous = _sha256_of(self.service.previous)
         if version.sha256 == current:
@@ -294,7 +294,7 @@ class Follower:
                 self._serve(engine)
             except RegistryAway:
                 raise
-            except Exception as error:  # whatever a bundle makes a library raise
+            except Exception as error:  # a damaged bundle can make libraries raise anything
                 if not self._ended.is_set():
                     self._refuse(version, error)
             else:
@@ -341,11 +341,11 @@ class Follower:
         return self._load_engine(version, folder)
 
     def _load_engine(self, version: Identity | None, folder: Path) -> Engine:
-        """A warmed-up engine. The previous one is freed if memory is low.
+        """Load and warm up an engine. The previous one is freed if memory is low.
 
         Raises:
-            ArtifactError: the bundle is damaged or another one, or there is still too little
-            memory.
+            ArtifactError: the bundle is damaged or not the given version, or there is still too
+            little memory.
         """
         needed = _num_bytes(folder) + KEEP_FREE
         if needed > available_host() and self.service.previous is not None:
@@ -375,7 +375,7 @@ class Follower:
         self._clean_at = self._refused
 
     def _clean(self) -> None:
-        """Give back freed memory; remove the copies that this server fetched and no
+        """Return freed memory to the system; remove the copies that this server fetched and no
         longer serves.
         """
         self._clean_at = math.inf
@@ -405,7 +405,7 @@ def _sha256_of(engine: Engine | None) -> str | None:
 
 
 def _identity(noted: dict[str, Any]) -> Identity:
-    """The version of a note, which also has its time."""
+    """The version in a note of `note_known`, without the note's time."""
     return Identity(**{name: value for name, value in noted.items() if name != "at"})
 
 

@@ -1,9 +1,9 @@
 """Checks before every route: the host name, the API key, a body's size and time; errors as JSON;
 request metrics.
 
-Plain ASGI, outside FastAPI's own handling, so a refused request costs next to nothing. What is not
-a whole request yet (an unfinished head, an idle connection) is uvicorn's, and on a network a
-reverse proxy's."""
+Plain ASGI, outside FastAPI's own handling, so refusing a request is cheap. Incomplete requests
+(an unfinished head, an idle connection) are left to uvicorn and, on a network, to a reverse
+proxy."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ BODY = "unidec.body"  # key of the scope under which a route finds the request's
 MAX_TARGET = 16_384  # bytes of path and query string
 MAX_HEAD = 65_536  # bytes of all headers
 MAX_HEADERS = 200
-MAX_PARAMETERS = 50  # of a query string; FastAPI's time is quadratic in them
+MAX_PARAMETERS = 50  # of a query string; FastAPI's time is quadratic in their number
 NO_SNIFFING = (b"x-content-type-options", b"nosniff")
-_PREFIXES = ("/labels/", "/page/")  # under which requests to any path below are counted
+_PREFIXES = ("/labels/", "/page/")  # requests below each prefix are counted together
 
 
 class Guard:
     """ASGI middleware; the application finds the body in `scope[BODY]`.
 
     Args:
-        api_key: required on every path but those in `free`; None: on none.
+        api_key: required on every path except those in `free`; None: never required.
         routes: paths by which requests are counted; others count as their prefix or as "other".
         hosts: names that the header Host may hold, besides IP addresses and localhost; None: any.
     """
@@ -83,11 +83,11 @@ class Guard:
                 self.metrics.error(error.kind)
                 await _refuse(error, receive, counted_send, self.seconds)
         except Exception as error:
-            # of uvloop: the client reset it
+            # uvloop's message if the client reset the connection
             if isinstance(error, ClientGone) or "handler is closed" in str(error):
                 self.metrics.error("client_gone")
                 status = 499  # nginx's code for a client that closed the request
-                # uvicorn needs time to notice it; then it expects no answer
+                # by then uvicorn has noticed it and expects no answer
                 await asyncio.sleep(0.01)
                 return
             log.exception("%s %s failed", scope["method"], scope["path"])
@@ -143,7 +143,7 @@ class Guard:
         await self.app(scope, receive, send)
 
     def _check_key(self, headers: dict[bytes, bytes], digest: bytes) -> None:
-        """In constant time: the time it takes reveals nothing about the key."""
+        """Compares in constant time, so that timing reveals nothing about the key."""
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")
         if kind.lower() != b"bearer":
             given = headers.get(b"x-api-key", b"")
@@ -159,7 +159,7 @@ class Guard:
             )
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        """The whole body, within bounds of size and time."""
+        """Read the whole body, within limits of size and time."""
         body = bytearray()
         more = True
         declared = int(headers.get(b"content-length", 0))
@@ -247,7 +247,7 @@ def _check_head(scope: Scope, headers: dict[bytes, bytes]) -> None:
         )
     num_hosts = sum(name == b"host" for name, _ in given)
     wrong = ""
-    # two lengths: request smuggling
+    # contradictory lengths allow request smuggling
     if b"transfer-encoding" in headers and b"content-length" in headers:
         wrong = "both Transfer-Encoding and Content-Length"
     elif num_hosts > 1:
@@ -262,8 +262,8 @@ def _check_head(scope: Scope, headers: dict[bytes, bytes]) -> None:
 
 @functools.lru_cache(256)
 def _is_host(header: bytes, hosts: frozenset[str]) -> bool:
-    """Whether a header Host names this server. An address always does: a web page of a foreign name
-    whose DNS entry points here (DNS rebinding) sends that name.
+    """Whether a Host header names this server. IP addresses are always accepted: in a DNS rebinding
+    attack, the browser sends the attacker's host name.
     """
     host = header.decode("latin-1").lower().strip()
     name, colon, port = host.rpartition(":")
@@ -278,7 +278,7 @@ def _is_host(header: bytes, hosts: frozenset[str]) -> bool:
 
 
 async def _refuse(error: RequestError, receive: Receive, send: Send, seconds: float) -> None:
-    """Answer with an error; a body that was not read is read and dropped for at most this time.
+    """Answer with an error; an unread body is read and dropped for at most `seconds`.
 
     A socket closed with unread bytes resets the connection, and the client never sees the answer.
     """

@@ -1,8 +1,8 @@
 """The server's Prometheus metrics, in a registry per server, so that several servers in one process
 do not mix.
 
-Labels have few values: routes are those of `app.py` or "other"; a model's facts are in one info
-metric.
+Labels have few values: routes are those of `app.py` or "other"; facts about the model are in one
+info metric.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from unidec.version import __version__
 _MILLISECONDS = (1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 200, 500, 1000, 2000, 5000)
 SECONDS = tuple(one / 1000 for one in _MILLISECONDS)
 BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-# the dual encoder's is a cosine; all parts: up to about 3
+# a dual-encoder score is a cosine; the sum of all parts is up to about 3
 SCORES = tuple(round(0.1 * i, 1) for i in range(-5, 41))
 
 
-# of the time may go into making the page: whoever asks often gets the same one again
+# at most this share of the time goes into rendering the page; meanwhile it is served from a cache
 _PAGE_SHARE = 0.05
 
 
@@ -40,7 +40,7 @@ class _Live(NamedTuple):
 
 
 class Metrics:
-    """The server's counters; `registry` takes further collectors."""
+    """The server's counters; further collectors can be added to `registry`."""
 
     def __init__(self) -> None:
         self._page = b""
@@ -88,7 +88,7 @@ class Metrics:
         self.registry.register(_Live(current))
 
     def page(self) -> bytes:
-        """The text that Prometheus reads; some milliseconds old if it was asked for before."""
+        """The text that Prometheus scrapes; cached for some milliseconds."""
         begun = time.monotonic()
         if begun >= self._page_until:
             self._page = generate_latest(self.registry)

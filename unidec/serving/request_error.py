@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-MAX_SHOWN = 100  # characters of a value: an answer never echoes a large request
+MAX_SHOWN = 100  # characters of a value, so that an answer never echoes a large request
 
 
 class ClientGone(Exception):
@@ -18,8 +18,8 @@ class RequestError(Exception):
 
     Args:
         status: HTTP status. kind: label of `unidec_errors_total`.
-        what, where, got, expected, fix: as in `UnidecError`; empty where not known.
-        retry_after: seconds. close: the body was not read to its end, so the connection must end.
+        what, where, got, expected, fix: as in `UnidecError`; empty if unknown.
+        retry_after: seconds. close: the body was not fully read, so the connection must be closed.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RequestError(Exception):
 
 
 def shown(value: object) -> str:
-    """A value on one short, printable line: text as it is, anything else as JSON."""
+    """A value as one short, printable line: text unchanged, anything else as JSON."""
     if isinstance(value, (list, dict)) and len(value) > 8:
         kind = "a list" if isinstance(value, list) else "an object"
         value = f"{kind} of {len(value)} entries"
@@ -78,7 +78,7 @@ def _printable(character: str) -> str:
 
 
 def wrong_values(errors: Sequence[Any]) -> RequestError:
-    """The first of pydantic's errors, and how many more there are."""
+    """A RequestError for the first of pydantic's errors, with the number of further ones."""
     first = errors[0]
     what = "a wrong value"
     expected = first["msg"]

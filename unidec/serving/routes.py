@@ -1,8 +1,8 @@
 """The routes: read a request, have the current engine answer it, write the answer.
 
-POST /predict is the hot path: its body is checked by pydantic without FastAPI's dependencies, and
-its answer is written by hand and not checked again. `benchmarks/results/serving.md` has a request's
-cost besides the model."""
+POST /predict is the hot path: pydantic checks its body without FastAPI's dependencies, and its
+answer is assembled as bytes and not checked again. `benchmarks/results/serving.md` has the cost of
+a request apart from the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from unidec.serving.schemas import Answer, answer_of, explain_json, predict_json
 from unidec.version import __version__
 
 MAX_LABELS = 50
-# room for each cached answer; one of five labels takes 800. Longer requests are not cached
+# room for each cached answer; an answer of five labels takes 800. Longer requests are not cached
 CACHED_BYTES = 4096
 STUCK_SECONDS = 60.0
 
@@ -40,7 +40,7 @@ _JSON = [(b"content-type", b"application/json"), NO_SNIFFING]
 
 
 class JsonBytes(Response):
-    """JSON that is already bytes; without Starlette's search for missing headers."""
+    """A JSON response from bytes; skips Starlette's search for missing headers."""
 
     def __init__(
         self, body: bytes, status_code: int = 200, headers: Sequence[tuple[bytes, bytes]] = ()
@@ -127,8 +127,8 @@ class Routes:
     async def _cached_or_new(
         self, engine: Engine, queries: list[LabelQuery], request: Request
     ) -> list[Answer]:
-        """Answers from the cache, whose keys hold the bundle's hash; missing ones from the model,
-        then cached.
+        """Answers from the cache, which is keyed by the bundle's hash and the query; missing ones
+        are computed by the model and cached.
         """
         filters = [*(queries[0].allow or ()), *queries[0].deny]
         longest = max(len(query.text) for query in queries)
@@ -198,7 +198,7 @@ class Routes:
         return JsonBytes(orjson.dumps(facts))
 
     async def _aside(self, work: Callable[[], Any]) -> Any:
-        """Run work in a separate thread, next to the model's."""
+        """Run work in a separate thread, so that it does not wait for the model's."""
         assert self.batcher is not None
         try:
             running = asyncio.get_running_loop().run_in_executor(self.side_thread, work)
@@ -275,7 +275,7 @@ class Routes:
 
 
 def _read_request(request: Request, model: Any) -> Any:
-    """The request's body as an instance of its model."""
+    """The request's body as an instance of `model`."""
     given = request.headers.get("content-type", "")
     kind, _, _ = given.partition(";")
     if kind.strip().lower() != "application/json":
@@ -303,8 +303,8 @@ def _no_such_label(uid: str) -> RequestError:
 
 
 def _append(settings: Serve, line: bytes) -> None:
-    """Append a whole line to a file that only its owner reads; a RequestError if it was not, e.g.
-    the disk is full.
+    """Append a whole line to a file that only its owner can read; raises a RequestError if that is
+    not possible, e.g. because the disk is full.
     """
     got = f"{settings.feedback_bytes} bytes at most"
     fix = "move the file away after reading it, or raise serve.feedback_bytes"
@@ -320,8 +320,8 @@ def _append(settings: Serve, line: bytes) -> None:
 
 
 def _queries(engine: Engine, texts: Sequence[str], body: Any) -> list[LabelQuery]:
-    """Each text with the request's settings; an error if the bundle does not support them, e.g.
-    lacks a head.
+    """One LabelQuery per text with the request's options; raises a RequestError if the bundle does
+    not support them, e.g. lacks a head.
     """
     allow = None if body.allow is None else tuple(body.allow)
     first = LabelQuery(

@@ -1,7 +1,7 @@
-"""Schemas of requests and answers: requests are checked by pydantic, OpenAPI shows both.
+"""Schemas of requests and answers: pydantic checks requests, OpenAPI shows both.
 
-Requests are read with the limits of section `serve`, so their models are created for each server.
-Answers are written by hand, once per query, so that the cache holds bytes, and not checked again:
+Request models contain the limits of section `serve`, so they are created for each server. Answers
+are assembled as bytes, once per query, so that the cache holds bytes, and are not checked again:
 their models here are documentation, which tests keep up to date."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Head = Literal["both", "de", "clf"]
 Uid = Annotated[str, Field(min_length=1)]
 DEFAULT_K = 5
 MAX_KEYS = 50  # of a body
-# than a valid body has: a list that is slightly too long gets an error that names it
+# more than a valid body has, so that a list slightly too long gets an error that names it
 _MORE_TOKENS = 4096
 _TOKEN = rb'[^"\[{,]*+(?:"(?:[^"\\]++|\\.)*+"|[\[{,])'  # a JSON string, or up to one of [ { ,
 NUM_EXAMPLES = 6
@@ -54,7 +54,7 @@ class RequestBase(BaseModel):
 
 
 class RequestModels(NamedTuple):
-    """The models of one server; the first two have k, allow, deny, min_score, head and tail."""
+    """Request models of one server; the first two have k, allow, deny, min_score, head and tail."""
 
     predict: type[RequestBase]
     explain: type[RequestBase]
@@ -66,7 +66,7 @@ EXPLAIN_EXAMPLE = {"query": "editor for plain text", "k": 5}
 FEEDBACK_EXAMPLE = {"query": "editor for plain text", "label": "L7", "relevant": True}
 
 
-# characters below U+10000 that show nothing (`tokens.is_blank`): the inside of a character class in
+# invisible characters below U+10000 (`tokens.is_blank`): the inside of a character class in
 # regular expressions of Python, Rust or ECMAScript
 INVISIBLE = (
     r"\x00-\x20\x7f-\xa0\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u1680\u180e"
@@ -75,8 +75,8 @@ INVISIBLE = (
 
 
 def request_models(settings: Serve) -> RequestModels:
-    """The models with a server's limits."""
-    has_visible: Any = {"pattern": f"[^{INVISIBLE}]"}  # in words where it fails: `_not_blank`
+    """The request models with a server's limits."""
+    has_visible: Any = {"pattern": f"[^{INVISIBLE}]"}  # for OpenAPI; `_not_blank` checks
     written = Field(max_length=settings.max_query_chars, json_schema_extra=has_visible)
     text: Any = Annotated[str, written, AfterValidator(_not_blank)]
     some = Field(min_length=1, max_length=settings.max_queries, fail_fast=True)
@@ -103,7 +103,7 @@ def request_models(settings: Serve) -> RequestModels:
 
 
 def _shared_fields(settings: Serve) -> dict[str, Any]:
-    """Fields of a request for labels: type, and default with description."""
+    """Fields of a request for labels: name -> type, and default with description."""
     uids: Any = Annotated[list[Uid], Field(max_length=settings.max_filter_labels, fail_fast=True)]
     k: Any = Annotated[int, Field(ge=1, le=settings.max_k), BeforeValidator(_whole)]
     about_k = "labels per query; fewer if fewer are left"
@@ -123,27 +123,27 @@ def _shared_fields(settings: Serve) -> dict[str, Any]:
 
 
 def _not_blank(text: str) -> str:
-    """Invisible characters alone are no text."""
+    """Reject a text of invisible characters only."""
     if is_blank(text):
         raise PydanticCustomError("blank", "a text with something to read")
     return text
 
 
 def _whole(value: Any) -> Any:
-    """JSON Schema counts 5.0 among the integers."""
+    """Accept 5.0 as an integer, as JSON Schema does."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
     return value
 
 
 def parse_request(model: Any, body: bytes) -> Any:
-    """A request's body as an instance of its model.
+    """A request's body as an instance of `model`.
 
     Raises:
-        RequestError: 400: not UTF-8, not JSON, nested too deep, too many values, or NaN; 422: what
-            does not fit the model.
+        RequestError: 400: not UTF-8, not JSON, nested too deep, too many values, or NaN; 422: the
+            body does not match the model.
     """
-    # takes a millisecond; parsing 300,000 lists takes a hundred, and 20 MB
+    # takes a millisecond; parsing 300,000 lists would take a hundred, and 20 MB
     if model.too_many.match(body):
         raise _broken("the body has too many values", "body", f"{len(body)} bytes")
     try:
@@ -236,7 +236,7 @@ Facts = dict[str, Any]  # all other answers: docs/serving.md
 
 
 class Answer(NamedTuple):
-    """One query's answer, and its figures for the metrics.
+    """The answer to one query, and its figures for the metrics.
 
     Attributes:
         json: {"labels", "unknown_tokens", "unknown_filters"}.
@@ -259,7 +259,7 @@ def answer_of(prediction: Prediction) -> Answer:
 
 
 def predict_json(model: bytes, answers: Sequence[bytes]) -> bytes:
-    """The body of POST /predict: the model's JSON, and each query's."""
+    """The body of POST /predict, from the JSON of the model and of each query's answer."""
     return b'{"model":%b,"predictions":[%b]}' % (model, b",".join(answers))
 
 
@@ -308,7 +308,7 @@ def _facts(prediction: Prediction) -> dict[str, Any]:
 
 
 def card(bundle: Bundle, settings: Serve) -> dict[str, Any]:
-    """What the page shows of a bundle; the server adds model, runtime, api_key and feedback."""
+    """Facts about a bundle for the page; the server adds model, runtime, api_key and feedback."""
     info = bundle.info
     # queries of the data
     texts = bundle.titles if bundle.neighbours is None else bundle.neighbours.titles
@@ -344,7 +344,7 @@ def card(bundle: Bundle, settings: Serve) -> dict[str, Any]:
 
 
 def _at(facts: Any, *keys: str) -> Any:
-    """A value of a bundle's free-form facts; None if missing."""
+    """A value in a bundle's free-form facts; None if missing."""
     for key in keys:
         facts = facts.get(key) if isinstance(facts, dict) else None
     return facts

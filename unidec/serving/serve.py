@@ -2,7 +2,7 @@
 
 It listens at once (/healthz answers, /readyz returns 503) and loads meanwhile. On SIGTERM, Ctrl-C
 or SIGHUP (its terminal was closed) new connections are refused, requests on open ones are answered
-for `DRAIN_SECONDS` more, exit code 0; a second Ctrl-C ends it at once."""
+for `DRAIN_SECONDS` more, and the exit code is 0; a second Ctrl-C ends it at once."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def serve(source: str, settings: Serve) -> None:
 
 
 def _end_in_order(server: uvicorn.Server) -> None:
-    # uvicorn handles these two itself, and at its end raises them again for these handlers
+    # uvicorn handles these two itself; when it ends, it raises them again for these handlers
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
@@ -102,9 +102,9 @@ def _end_in_order(server: uvicorn.Server) -> None:
 
 
 def allow_open_files() -> None:
-    """Each connection is an open file: as many as the system allows."""
+    """Raise the limit of open files to the system's maximum: each connection needs one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # macOS allows fewer than it says
+    with contextlib.suppress(OSError, ValueError):  # macOS allows fewer than its limit says
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
@@ -115,9 +115,9 @@ def _server(service: Service, settings: Serve, api_key: str | None) -> uvicorn.S
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            """uvicorn resets connections that wait to be accepted, and closes idle ones while a
-            request is on its way. Here waiting ones are accepted first, and all may send
-            requests for `DRAIN_SECONDS` more: each answer carries `Connection: close`.
+            """Accept waiting connections first, then let all connections send requests for
+            `DRAIN_SECONDS` more, each answered with `Connection: close`. uvicorn alone would reset
+            waiting connections, and close idle ones while a request is on its way.
             """
             self.server_state.default_headers.append((b"connection", b"close"))
             await _accept_rest(self, sockets or [])
@@ -131,8 +131,8 @@ def _server(service: Service, settings: Serve, api_key: str | None) -> uvicorn.S
 
 
 def server_config(app: object, settings: Serve) -> uvicorn.Config:
-    """The server's options. The parser is written in C (httptools): h11 takes forty times as long
-    for a body of one-byte chunks, and blocks all other clients meanwhile.
+    """The server's options. The parser is httptools, in C: for a body of one-byte chunks, h11 takes
+    forty times as long and blocks all other clients meanwhile.
     """
     import uvicorn
 
@@ -153,7 +153,7 @@ def server_config(app: object, settings: Serve) -> uvicorn.Config:
 
 
 async def _accept_rest(server: uvicorn.Server, listeners: list[socket.socket]) -> None:
-    """Accept the connections that the system holds ready, then stop listening."""
+    """Accept the connections in the system's backlog, then stop listening."""
     await asyncio.sleep(0)
     waiting: list[socket.socket] = []
     for listener in listeners:
@@ -174,7 +174,7 @@ async def _accept_rest(server: uvicorn.Server, listeners: list[socket.socket]) -
 
 
 def _listen(settings: Serve) -> socket.socket:
-    """The socket, bound before anything is loaded: an address in use is reported at once."""
+    """Bind the socket before anything is loaded, so that an address in use is reported at once."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
@@ -197,7 +197,7 @@ def _print_ready(service: Service, address: str, seconds: float) -> None:
     engine = service.current
     assert engine is not None
     gc.collect()
-    gc.freeze()  # what is loaded by now stays: garbage collection need not scan it
+    gc.freeze()  # objects loaded by now live on: garbage collection need not scan them
     identity = engine.identity
     version = f", version {identity.version}" if identity.version else ""
     bundle = f"bundle {identity.sha256[:16]}{version}"
@@ -219,9 +219,9 @@ def _api_key(settings: Serve) -> str | None:
 
 
 def hosts_of(settings: Serve, api_key: str | None) -> frozenset[str] | None:
-    """Names that the header Host may hold; None: any. On loopback without a key no name is
-    accepted, so that no web page whose name points at this machine can use the server through its
-    user's browser (no page has the key).
+    """Names that the Host header may hold; None: any. On loopback without a key no name is
+    accepted: otherwise a web page whose name points at this machine (DNS rebinding) could use the
+    server through the user's browser.
     """
     if settings.hosts:
         return frozenset(name.lower() for name in settings.hosts)

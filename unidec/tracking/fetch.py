@@ -1,8 +1,8 @@
 """Registered bundle -> folder: fetches `models:/name@alias` or `models:/name/version` and checks
 its hash.
 
-What an address named last is noted beside the copies: while the registry does not answer, that
-version is used.
+The version that an address named last is recorded beside the copies, and used while the registry
+does not answer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SCHEME = re.compile(r"[A-Za-z]\w+:")  # two letters or more: not a drive of Win
 
 
 class RegistryAway(ArtifactError):
-    """The registry does not answer, or what it answers cannot be read; it may be back later."""
+    """The registry does not answer, or its answer cannot be read; it may be back later."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ def parse_address(text: str) -> Address | None:
 
 
 def fetch_bundle(source: str | os.PathLike[str], uri: str | None = None) -> Path:
-    """The folder of a bundle: `source` itself, or a registered one's copy in `COPIES`, named by its
-    hash. An intact copy is not fetched again.
+    """The folder of a bundle: `source` itself, or the copy of a registered bundle in `COPIES`,
+    named by its hash. An intact copy is not fetched again.
 
     Args:
         source: a folder, `models:/name@alias` or `models:/name/version`.
@@ -90,7 +90,7 @@ def fetch_bundle(source: str | os.PathLike[str], uri: str | None = None) -> Path
 
     Raises:
         ConfigError: not a valid address, or no such name, alias or version in the registry.
-        ArtifactError: the registry's files are damaged, or another bundle.
+        ArtifactError: the registry's files are damaged, or belong to another bundle.
         MlflowException: the registry does not answer.
     """
     address = parse_address(os.fspath(source))
@@ -102,8 +102,8 @@ def fetch_bundle(source: str | os.PathLike[str], uri: str | None = None) -> Path
 
 
 def bundle_folder(source: str) -> Path:
-    """`fetch_bundle` for a command or `unidec.load`: while the registry does not answer, the
-    version that it named last for this address, with a warning.
+    """`fetch_bundle` for commands and `unidec.load`: while the registry does not answer, uses the
+    version that this address named last, with a warning.
     """
     address = parse_address(source)
     if address is None:
@@ -137,8 +137,8 @@ def registered_version(uri: str, address: Address) -> ModelVersion:
     """The version that an address names now.
 
     Raises:
-        ConfigError: there is no such model, version or alias. RegistryAway: no answer, or none that
-        can be read.
+        ConfigError: there is no such model, version or alias. RegistryAway: no answer, or an
+        unreadable one.
     """
     _check_database(uri)
     with _errors_of(uri):
@@ -151,8 +151,8 @@ def registered_version(uri: str, address: Address) -> ModelVersion:
 
 @contextlib.contextmanager
 def _errors_of(uri: str) -> Iterator[None]:
-    """Whatever a registry that is away or damaged makes MLflow, its database or a parser raise is a
-    RegistryAway.
+    """Turn any error that an unavailable or damaged registry causes in MLflow, its database or a
+    parser into a RegistryAway.
     """
     try:
         yield
@@ -174,7 +174,7 @@ def _away(uri: str, got: str) -> RegistryAway:
 
 
 def _check_database(uri: str) -> None:
-    """Read an SQLite store: if it is locked or damaged, MLflow itself tries for a minute.
+    """Check that an SQLite store can be read: MLflow would retry for a minute if it cannot.
 
     Raises:
         RegistryAway: it cannot be read within `LOCK_SECONDS`.
@@ -196,7 +196,7 @@ def _note(uri: str, source: str) -> Path:
 
 
 def note_known(uri: str, source: str, facts: Mapping[str, Any]) -> None:
-    """Note which version an address names: "sha256" and "version", and further facts.
+    """Record which version an address names: "sha256", "version" and further facts.
 
     Raises:
         ArtifactError, OSError: it cannot be written.
@@ -206,7 +206,7 @@ def note_known(uri: str, source: str, facts: Mapping[str, Any]) -> None:
 
 
 def last_known(uri: str, source: str) -> dict[str, Any] | None:
-    """What `note_known` noted last, if the bundle's copy is there; its files are not checked."""
+    """The last record of `note_known`, if the bundle's copy exists; its files are not checked."""
     try:
         noted: dict[str, Any] = read_json(_note(uri, source))
         sha256 = noted["sha256"]
@@ -217,7 +217,7 @@ def last_known(uri: str, source: str) -> dict[str, Any] | None:
 
 
 def words_of(noted: Mapping[str, Any], source: str) -> str:
-    """The noted version in words: its number, and when the registry named it."""
+    """The recorded version in words: its number, and when the registry named it."""
     at = noted.get("at", "an unknown time")
     return f"version {noted.get('version')}, which {source} named at {at}"
 
@@ -256,8 +256,8 @@ def find_alias(model_name: str, alias: str) -> ModelVersion | None:
 
 
 def _fetch(version: ModelVersion, uri: str) -> Path:
-    """A version's bundle, from its local copy or the registry; safe from several
-    processes at once.
+    """A version's bundle, from its local copy or the registry; several processes may call it at
+    once.
     """
     sha256 = version.tags.get(HASH_TAG, "")
     target = COPIES / (sha256[:16] or f"{version.name}-{version.version}")

@@ -50,12 +50,12 @@ class Version:
 
     Attributes:
         registered: ISO time. dataset: "name", "sha256". code: "commit", "dirty", "lock_commit",
-            and "unknown" if git did not answer: why. run: MLflow's id.
+            and, if git did not answer, "unknown": the reason. run: MLflow's id.
         artifacts: DVC's hashes by path. differs: paths whose content differs from dvc.lock.
         restore: commands that check out its project.
         prefect, gate, promoted, rolled_back, start: tags with these prefixes.
-        metrics: only from `list_versions`: the gate's, else the MLflow run's.
-        missing: only from `lineage`: what the commit in `restore` lacks, in words.
+        metrics: set by `list_versions` only: from the gate, else from the MLflow run.
+        missing: set by `lineage` only: what the commit in `restore` lacks, in words.
     """
 
     model: str
@@ -196,7 +196,7 @@ def _about(version: ModelVersion, named: Mapping[str, str], point: RestorePoint)
 
 
 def _below(tags: Mapping[str, str], prefix: str) -> dict[str, str]:
-    """The tags with a prefix, without it."""
+    """The tags with this prefix, which is removed from their names."""
     names = sorted(name for name in tags if name.startswith(prefix))
     return {name.removeprefix(prefix): tags[name] for name in names}
 
@@ -270,13 +270,13 @@ def as_lines(found: Sequence[Version]) -> list[str]:
 
 
 def columns() -> list[str]:
-    """The heads of `rows_of`."""
+    """The column headings of `rows_of`."""
     metrics = shown("list")
     return ["version", "aliases", *metrics, "data", "start", "code", "gate", "registered"]
 
 
 def rows_of(versions: Sequence[Version]) -> list[list[str]]:
-    """Rows of `columns` for the versions of `list_versions`."""
+    """Table rows with these `columns`, one per version of `list_versions`."""
     rows = []
     for found in versions:
         metrics = found.metrics or {}
@@ -298,7 +298,7 @@ def rows_of(versions: Sequence[Version]) -> list[list[str]]:
 
 
 def _code_words(code: Mapping[str, str | bool | None], digits: int | None = None) -> str:
-    """The commit in words; in a table (`digits`) shorter."""
+    """The commit in words; shorter in a table (if `digits` is given)."""
     if "unknown" in code:
         return "unknown" if digits else f"unknown: {code['unknown']}"
     commit = str(code["commit"] or "")[:digits]

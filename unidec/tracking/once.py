@@ -1,8 +1,8 @@
-"""Creations on a server whose replies may get lost: each is sent once, and looked for before it is
-sent again.
+"""Creates objects on a server whose replies may get lost: a request is sent once, and the object is
+looked up before the request is repeated.
 
-MLflow itself repeats every request whose reply is lost. A server that has acted already would then
-create twins."""
+MLflow itself repeats every request whose reply is lost. A server that has already acted would then
+create duplicates."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _UNCLEAR = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED
 
 
 def create_once(find: Callable[[], T | None], create: Callable[[], T]) -> T:
-    """What `find` finds, or else what `create` creates.
+    """Return the object that `find` finds; if it finds none, create it with `create`.
 
     Raises:
-        MlflowException: the server refuses, or does not answer several times.
+        MlflowException: the server refuses, or repeatedly does not answer.
     """
     from mlflow.exceptions import MlflowException
 
@@ -45,7 +45,7 @@ def create_once(find: Callable[[], T | None], create: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def _without_retries() -> Iterator[None]:
-    """MLflow sends each request once."""
+    """Make MLflow send each request only once."""
     before = os.environ.get(_RETRIES)
     os.environ[_RETRIES] = "0"
     try:

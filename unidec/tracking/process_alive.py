@@ -1,4 +1,4 @@
-"""Which process works on something, and whether it still runs."""
+"""Identifies the process that works on something, and checks whether it still runs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def this_process() -> dict[str, Any]:
 
 
 def is_alive(holder: Mapping[str, Any] | None) -> bool | None:
-    """Whether a process that `this_process` described still runs (not another one that reuses its
-    id); None if that cannot be known from here.
+    """Whether the process described by `this_process` still runs (not another one that reuses its
+    id); None if this machine cannot tell.
     """
     import psutil
 

@@ -1,9 +1,9 @@
 """Promotion and rollback: the aliases `champion` and `previous`, moved as one step.
 
 A promotion is first recorded as a tag on the version that becomes champion; then the alias
-`champion` moves: that one write decides. `previous` and the tags of the versions follow; after a
-kill in between, the next call completes them. `champion` never names a version that was not
-verified.
+`champion` moves, which is the decisive write. `previous` and the versions' tags follow; if the
+process is killed in between, the next call completes them. `champion` never names a version that
+was not verified.
 
 Promotions on one machine wait for each other. Between machines there is no lock: MLflow has none.
 """
@@ -185,7 +185,7 @@ def promote(
 
     Raises:
         ConfigError: no such version. Refused: `hindrances`, or another promotion is under way.
-        ArtifactError: the stored bundle is damaged or another one.
+        ArtifactError: the stored bundle is damaged, or has another hash.
     """
     with _one_at_a_time(model_name) as (client, _):
         version = known_version(client, model_name, which)
@@ -222,8 +222,7 @@ def promote(
 
 
 def rollback(model_name: str, *, reason: str = "") -> Promotion:
-    """Swap champion and previous. From then on gate and promotion refuse the version that was
-    champion.
+    """Swap champion and previous. Gate and promotion then refuse the former champion.
 
     Called again after a kill, it completes the interrupted rollback.
 
@@ -257,8 +256,8 @@ def rollback(model_name: str, *, reason: str = "") -> Promotion:
 
 
 def recover(client: MlflowClient, model_name: str) -> bool:
-    """Complete a promotion that was killed after the alias `champion` had moved; whether there was
-    one.
+    """Complete a promotion that was killed after the alias `champion` had moved; returns whether
+    there was one.
     """
     champion = version_of(client, model_name, CHAMPION)
     if champion is None or PENDING_TAG not in champion.tags:
@@ -281,7 +280,7 @@ def _move(
     champion: str | None,
     tags: Mapping[str, Mapping[str, str]],
 ) -> None:
-    """Verify a version and make it champion; `tags`: of the versions concerned, by number."""
+    """Verify a version and make it champion; `tags`: version number -> tags to set."""
     name = version.name
     number = str(version.version)
     verify_version(name, number, version.tags.get(HASH_TAG, ""))
@@ -295,7 +294,7 @@ def _move(
 @contextlib.contextmanager
 def _one_at_a_time(model_name: str) -> Iterator[tuple[MlflowClient, bool]]:
     """Lock out other promotions of this model on this machine; yields a client, and whether
-    `recover` completed one.
+    `recover` completed an interrupted promotion.
     """
     from filelock import Timeout
 

@@ -1,5 +1,5 @@
-"""Provenance of a run: git commit, uncommitted changes, dvc.lock, versions; git and DVC are asked
-by their commands.
+"""Provenance of a run: git commit, uncommitted changes, dvc.lock, versions; git and DVC are queried
+through their commands.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ ARTIFACTS = (
     "outputs/model",
     "outputs/bundle",
 )
-"""Outputs of the pipeline whose hashes a registered version carries."""
+"""Pipeline outputs whose hashes are stored in a registered version's tags."""
 RECORDS = ("dvc.lock", "params.yaml", "data/start.json")
-"""Files that together with a commit record how a model was made; its MLflow run keeps copies from
-that time.
+"""Files that, together with a commit, record how a model was made; its MLflow run keeps copies of
+them.
 """
 RECORDS_FOLDER = "made_of"
 DVC_TAG = "dvc."
@@ -47,25 +47,25 @@ LOCK_COMMIT_TAG = "git.lock_commit"  # set by the flow: the commit that has this
 COMMIT_TAG = "mlflow.source.git.commit"
 DIRTY_TAG = "git.dirty"
 CHANGED_TAG = "git.changed"
-UNKNOWN_TAG = "git.unknown"  # why git does not tell commit or changes
+UNKNOWN_TAG = "git.unknown"  # why git could not report the commit or the changes
 CODE_TAGS = (COMMIT_TAG, DIRTY_TAG, CHANGED_TAG, UNKNOWN_TAG)
 
-PARAMS = "params.yaml"  # among what changed: compared by its values, with those of its recipe
+PARAMS = "params.yaml"  # a key of `CHANGED_TAG`; compared by its values and its recipe's
 _CODE = ("unidec", "flows")
 _LOCK = Path("dvc.lock")
 _DIFF = ("diff", "--name-only", "--relative", "-z")
 _LONGEST_TAG = 5000
 log = logging.getLogger(__name__)
-_UNFIT = re.compile(r"[^\w.\-/: ]")  # MLflow takes no other characters in a tag's name
+_UNFIT = re.compile(r"[^\w.\-/: ]")  # characters that MLflow does not allow in a tag's name
 
 
 def code_tags(made_with: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Tags that identify the code and the lock file of a run in the working folder; unavailable
     facts are left out.
 
-    A run is dirty only by what affects a model: tracked files of the code, compared with the commit
-    by content, and parameters, compared with the commit's params.yaml by value. Data has its own
-    hashes: `artifact_tags`.
+    A run is dirty only if something that affects a model changed: tracked code files (compared with
+    the commit by content) or parameters (compared with the commit's params.yaml by value). Data has
+    its own hashes: `artifact_tags`.
 
     Args:
         made_with: all parameters that made the model, by section; None: parameters are not
@@ -73,7 +73,7 @@ def code_tags(made_with: Mapping[str, Any] | None = None) -> dict[str, str]:
 
     Returns:
         "mlflow.source.git.commit", "git.dirty" ("true"/"false"), "git.changed" (JSON: file -> hash
-        of its content, for `uncommitted`), "git.unknown" (why git does not tell these),
+        of its content, for `uncommitted`), "git.unknown" (why git could not report these),
         "dvc.lock.sha256", "unidec.version", "mlflow.source.name", "mlflow.user".
     """
     tags = {
@@ -88,8 +88,8 @@ def code_tags(made_with: Mapping[str, Any] | None = None) -> dict[str, str]:
 
 
 def _git_tags(project: Path, made_with: Mapping[str, Any] | None) -> dict[str, str]:
-    """The tags of `CODE_TAGS`; {} without a repository. A repository without a commit has
-    everything uncommitted.
+    """The tags of `CODE_TAGS`; {} without a repository. In a repository without a commit
+    everything is uncommitted.
     """
     if not is_inside(project):
         return {}
@@ -113,8 +113,8 @@ def _git_tags(project: Path, made_with: Mapping[str, Any] | None) -> dict[str, s
 
 
 def unknown_code(tags: Mapping[str, str]) -> str:
-    """Why it is unknown which code made a version (by its tags); "" if it is known, or there was no
-    repository.
+    """Why the code that made a version is unknown, from the version's tags; "" if it is known, or
+    there was no repository.
     """
     return tags.get(UNKNOWN_TAG, "")
 
@@ -125,16 +125,14 @@ def is_clean(tags: Mapping[str, str]) -> bool:
 
 
 def changed_between(first: str, second: str, *more: str) -> list[str]:
-    """Files of the code, and `more`, that differ between two commits; those that were added do not
-    count.
-    """
+    """Code files, and `more`, that differ between two commits; added files are ignored."""
     found = _differing(_project(), first, second, *more)
     return ["files that git does not list"] if found is None else found
 
 
 def uncommitted(tags: Mapping[str, str], at: str = "HEAD") -> list[str]:
-    """Files that made a version (by its tags, see `code_tags`) and differ from a commit, by default
-    the one that is checked out.
+    """Files that made a version (from its tags, see `code_tags`) and differ in the commit `at`, by
+    default the one that is checked out.
     """
     if tags.get(DIRTY_TAG) != "true":
         return []
@@ -159,23 +157,21 @@ def uncommitted(tags: Mapping[str, str], at: str = "HEAD") -> list[str]:
 
 
 def _differing(project: Path, first: str, second: str, *more: str) -> list[str] | None:
-    """Like `changed_between`; None if git does not list them."""
+    """Like `changed_between`; None if git cannot list the files."""
     words = [*_DIFF, "--diff-filter=a", first, second, "--", *_CODE, *more]
     found = git(project, *words)
     return None if found is None else list(filter(None, found.split("\0")))
 
 
 def _project() -> Path:
-    """The folder of params.yaml: the working folder, or for a trial below runs/own/ its project."""
+    """The folder of params.yaml: the working folder, or the project of a trial in runs/own/."""
     here = Path.cwd()
     levels = (here, *here.parents[:3])
     return next((folder for folder in levels if (folder / PARAMS).is_file()), here)
 
 
 def _changed_files(project: Path, commit: str) -> dict[str, str]:
-    """Tracked files that differ from the commit -> git's hash of their content, ""
-    where deleted.
-    """
+    """Tracked files that differ from the commit -> git's hash of their content, "" if deleted."""
     found = ask(project, *_DIFF, commit, "--", *_CODE)
     names = list(filter(None, found.split("\0")))
     there = [name for name in names if (project / name).is_file()]
@@ -184,8 +180,8 @@ def _changed_files(project: Path, commit: str) -> dict[str, str]:
 
 
 def _committed_sha256(project: Path, commit: str) -> str:
-    """`_parameters_sha256` of the commit's params.yaml and its recipe; "" if it has no readable
-    one.
+    """`_parameters_sha256` of the commit's params.yaml and its recipe; "" if the commit has no
+    readable params.yaml.
     """
     text = git(project, "show", f"{commit}:./{PARAMS}")
     if text is None:
@@ -199,8 +195,8 @@ def _committed_sha256(project: Path, commit: str) -> str:
 
 
 def _parameters_sha256(params: Mapping[str, Any], project: Path) -> str:
-    """sha256 (hex) of the values of all parameters that decide a result; paths in the project
-    relative to it.
+    """sha256 (hex) of the values of all parameters that decide a result; paths in the project are
+    made relative to it.
     """
     values = {key: value_at(params, key) for key in keys_deciding(*RESULTS, warm=True)}
     # a trial's paths are absolute
@@ -209,7 +205,7 @@ def _parameters_sha256(params: Mapping[str, Any], project: Path) -> str:
 
 
 def dvc_hash(path: str) -> str | None:
-    """The hash under which DVC's lock file knows the output `path`, e.g. "0a1b...dir"."""
+    """The hash of the output `path` in dvc.lock, e.g. "0a1b...dir"; None if it is not there."""
     return _entries(_lock(), "outs").get(path.rstrip("/"))
 
 
@@ -217,8 +213,8 @@ def artifact_tags(raw: str, only: Iterable[str] = ARTIFACTS) -> dict[str, str]:
     """DVC's hash of each artifact: {"dvc.data/dataset": "0a1b...dir", ...}; {} without a lock file.
 
     An artifact whose content differs from its hash in dvc.lock, according to DVC, is left out and
-    named in "dvc.differs"; so are all, if DVC does not answer. The hash of the raw data (at the
-    path `raw`) is taken from the lock file unchecked, if data/dataset matches its own."""
+    named in "dvc.differs"; if DVC does not answer, all artifacts are. The hash of the raw data (at
+    `raw`) is taken from dvc.lock unchecked, if data/dataset matches its hash there."""
     lock = _lock()
     outs = _entries(lock, "outs")
     known = {path: outs[path] for path in only if path in outs}
@@ -240,9 +236,7 @@ def artifact_tags(raw: str, only: Iterable[str] = ARTIFACTS) -> dict[str, str]:
 
 
 def changed_outputs() -> set[str] | None:
-    """Outputs in dvc.lock whose content is different now, or that are gone; None if DVC does not
-    answer.
-    """
+    """Outputs in dvc.lock that changed or are missing; None if DVC does not answer."""
     command = [sys.executable, "-m", "dvc", "data", "status", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -37,8 +37,7 @@ class _Calls:
         """The `k` best labels of each query, best first.
 
         Args:
-            model_input: DataFrame with a column `query`; what MLflow makes of dicts and lists is
-            one too.
+            model_input: DataFrame with a column `query`; MLflow converts dicts and lists to one.
 
         Raises:
             MlflowException: a parameter is out of range, or a query is not a string; a server

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mlflow.models import ModelSignature
 
 HASH_TAG = "bundle.sha256"
-# what a loaded bundle needs of our dependencies; versions come from the distribution's own metadata
+# our dependencies that a loaded bundle needs; versions come from the distribution's metadata
 _SERVING = (
     "torch transformers safetensors numpy scipy pandas pyarrow pydantic pyyaml tqdm mlflow "
     "faiss-cpu onnx onnxruntime"
@@ -73,8 +73,8 @@ def register(
         the version's number.
 
     Raises:
-        ArtifactError: the bundle is damaged, the registry holds another one under its hash, or the
-            store's folder of files no longer exists.
+        ArtifactError: the bundle is damaged, the registry holds another bundle under its hash, or
+            the store's artifact folder no longer exists.
     """
     from mlflow.exceptions import MlflowException
 
@@ -121,14 +121,14 @@ def find_version(client: MlflowClient, model_name: str, sha256: str) -> ModelVer
 
 
 def checked_sha256(bundle_path: Path) -> str:
-    """The bundle's hash, after checking every file against its manifest; an ArtifactError if
-    missing or damaged.
+    """The bundle's hash, after checking every file against its manifest; raises ArtifactError if a
+    file is missing or damaged.
     """
     return manifest_sha256(read_manifest(bundle_path, "bundle"))
 
 
 def model_card(card: Mapping[str, Any], sha256: str) -> str:
-    """Markdown: a table of metrics, facts, how to load it, the bundle's hash."""
+    """A model's description in Markdown: metrics, facts, how to load it, the bundle's hash."""
     facts = dict(card)
     splits = {split: values for split, values in facts.pop("metrics", {}).items() if values}
     names = sorted({name for values in splits.values() for name in values if "/" not in name})
@@ -183,8 +183,8 @@ def serving_requirements() -> list[str]:
 
 
 def check_artifacts(experiment: Experiment | None, uri: str) -> None:
-    """Refuse to write to a folder that was chosen for an experiment and is gone: MLflow would
-    create it.
+    """Refuse to write to an experiment's artifact folder that no longer exists: MLflow would create
+    it anew.
 
     Raises:
         ArtifactError: the experiment's files are not next to the store, but in a folder that no
@@ -211,7 +211,7 @@ def check_artifacts(experiment: Experiment | None, uri: str) -> None:
 def _log_model(
     client: MlflowClient, bundle_path: Path, run: Run | None, tags: Mapping[str, str]
 ) -> tuple[str, str]:
-    """Logs the model under its run, whose status stays what it was. Returns model id and run id."""
+    """Log the model under its run, whose status does not change. Returns model id and run id."""
     import mlflow
 
     sha256 = tags[HASH_TAG]
@@ -258,12 +258,12 @@ def _log_model(
 
 
 def _new_run(client: MlflowClient, sha256: str) -> Run:
-    """A run for a bundle of which it is unknown what trained it."""
+    """Create a run for a bundle whose training run is unknown."""
     return client.create_run("0", tags={HASH_TAG: sha256}, run_name="register")
 
 
 def _own_run(client: MlflowClient, sha256: str) -> Run | None:
-    """The run that an earlier call of `_new_run` created."""
+    """The run that an earlier call of `_new_run` created; None if there is none."""
     wanted = f"tags.`{HASH_TAG}` = '{sha256}' and attributes.run_name = 'register'"
     return next(iter(client.search_runs(["0"], wanted)), None)
 
@@ -278,8 +278,7 @@ def _logged_model(
 
 def _link_test_metrics(client: MlflowClient, run_id: str, model_id: str) -> None:
     """Link the run's test metrics to the model, with the run's data set, by which MLflow's Models
-    tab groups. Timestamp and step stay the same, so that the run's own history has each metric
-    once.
+    tab groups. Timestamps and steps are kept, so that the run's history has each metric once.
     """
     from mlflow.entities import Metric
 
@@ -294,11 +293,11 @@ def _link_test_metrics(client: MlflowClient, run_id: str, model_id: str) -> None
 
 
 def download(address: str, sha256: str, folder: Path | str | None) -> Path:
-    """The bundle of a registered version, in a new folder below `folder`, or (None) in place if it
-    is on this machine; call it within `tracking_to`.
+    """Download a registered version's bundle to a new folder below `folder`; None: use it in place
+    if it is on this machine. Call it within `tracking_to`.
 
     Raises:
-        ArtifactError: no bundle there, a damaged one, or another one. MlflowException: the registry
+        ArtifactError: the bundle is missing, damaged or another one. MlflowException: the registry
         does not answer.
     """
     import mlflow
@@ -321,8 +320,8 @@ def _unreadable(address: str, error: Exception) -> ArtifactError:
 
 
 def verify_version(model_name: str, version: str | int, sha256: str) -> None:
-    """Check the files of a version like `download`, without keeping them; missing files are an
-    ArtifactError, too.
+    """Check a version's files as `download` does, without keeping them; raises ArtifactError also
+    if files are missing.
     """
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
@@ -350,5 +349,5 @@ def tracking_to(uri: str) -> Iterator[Any]:
     try:
         yield mlflow
     finally:
-        mlflow.set_tracking_uri(None)  # removes the variable too, which it had written
+        mlflow.set_tracking_uri(None)  # also removes the environment variable that it set
         os.environ.update(kept)

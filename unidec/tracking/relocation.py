@@ -1,6 +1,6 @@
-"""An SQLite store that was copied or moved with its project: its locations of files follow it.
+"""Updates the artifact locations of an SQLite store that was copied or moved with its project.
 
-MLflow stores absolute locations. In a copied project they name the original's folder, so that the
+MLflow stores absolute locations. In a copied project they point to the original's folder, so the
 copy would write there."""
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _BUSY_SECONDS = 30.0
 
 
 def artifacts_uri(database: Path) -> str:
-    """Address of the folder in which a store keeps the files of its runs."""
+    """Address of the folder in which a store keeps its runs' artifacts."""
     return (database.parent / ARTIFACTS).as_uri()
 
 
 def follow_database(database: Path) -> bool:
-    """Let the locations of a copied or moved store point to the folder next to its database;
-    whether any did not.
+    """Point the locations of a copied or moved store to the folder next to its database; returns
+    whether they were changed.
 
-    A location that was chosen by hand is kept: a folder outside the project that has no database
-    beside it. So is a database that cannot be written: MLflow refuses to write through it.
+    A manually chosen location is kept: a folder outside the project without a database beside it.
+    A read-only database is not changed: MLflow cannot write to it either.
     """
     if not _is_writable(database) or _former_artifacts(database) is None:
         return False
@@ -51,14 +51,12 @@ def follow_database(database: Path) -> bool:
 
 
 def _is_writable(database: Path) -> bool:
-    """Whether SQLite can write a database, for which it also writes a journal next to it."""
+    """Whether SQLite can write to a database, and a journal next to it."""
     return os.access(database, os.W_OK) and os.access(database.parent, os.W_OK)
 
 
 def _former_artifacts(database: Path) -> str | None:
-    """The location that the store had as its folder of files; None if it is the present one, or
-    chosen by hand.
-    """
+    """The store's former artifact folder; None if it is the present one, or was chosen manually."""
     own = database.parent / ARTIFACTS
     for location in _experiment_locations(database):
         stem = location.removesuffix("/0")  # of the default experiment
@@ -93,7 +91,7 @@ def _local_folder(location: str) -> Path | None:
 
 
 def _is_same(folder: Path, own: Path) -> bool:
-    """Whether two paths lead to one folder, such as through a bind mount."""
+    """Whether two paths are the same folder, e.g. through a bind mount."""
     return folder == own or (folder.exists() and own.exists() and folder.samefile(own))
 
 
@@ -112,7 +110,7 @@ def _replace_prefix(
 
 
 def _own_copy(database: Path) -> None:
-    """End a hard link to the original's database, as `cp -l` makes it."""
+    """Replace a hard link to the original's database, as `cp -l` makes it, with a copy."""
     if database.stat().st_nlink == 1:
         return
     temporary = database.with_name(f"{database.name}-new")

@@ -1,5 +1,5 @@
-"""Questions to git. A repository that does not answer is not the same as no repository: its state
-is unknown.
+"""Queries to git. A repository in which a query fails is distinct from a missing repository: its
+state is unknown.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ class GitError(UnidecError):
 
 
 def is_inside(folder: Path | str) -> bool:
-    """Whether a folder is in a git repository, also if git is not installed or refuses
-    to open it.
-    """
+    """Whether a folder is in a git repository, even if git is missing or refuses to open it."""
     if os.environ.get("GIT_DIR"):
         return True
     folder = Path(folder).resolve()
@@ -75,8 +73,8 @@ def git(root: Path | str, *words: str) -> str | None:
 
 
 def contents(name: str) -> list[tuple[str, bytes]]:
-    """Each commit of any branch that has a file of the working folder, the oldest first, with the
-    file's content there.
+    """(commit, content) of a file of the working folder, for each commit of any branch that has the
+    file, oldest first.
 
     Raises:
         GitError: git does not answer.

@@ -1,8 +1,8 @@
-"""The commit from which a version can be restored: the one that holds its dvc.lock, and best also
+"""Finds the commit from which a version can be restored: one with its dvc.lock and, if possible,
 its code.
 
-A version's own commit is the one that was checked out while it was made. What the training wrote
-(dvc.lock) and what was not committed then is in a later commit, or in none."""
+A version's own commit is the one that was checked out while it was made. The dvc.lock that its
+training wrote, and changes not committed at that time, are in a later commit or in none."""
 
 from __future__ import annotations
 
@@ -28,22 +28,20 @@ _MOST_COMPARED = 50  # commits with the same dvc.lock whose code is compared
 
 @dataclass(frozen=True)
 class RestorePoint:
-    """The best commit for a version, None without one, and what of the version it
-    lacks, in words.
-    """
+    """The best commit for a version, None if there is none, and what the commit lacks, in words."""
 
     commit: str | None
     missing: list[str]
 
 
 def own_commit(tags: Mapping[str, str]) -> str | None:
-    """The commit that the flow made of a version's dvc.lock; else the one that was checked out."""
+    """The flow's commit of a version's dvc.lock; else the commit that was checked out."""
     return tags.get(LOCK_COMMIT_TAG) or tags.get(COMMIT_TAG)
 
 
 def restore_point(tags: Mapping[str, str], run_id: str | None) -> RestorePoint:
     """The oldest commit of any branch with the version's dvc.lock and code; else with its dvc.lock;
-    else its own.
+    else the version's own commit.
     """
     own = own_commit(tags)
     lock = tags.get(LOCK_TAG)
@@ -70,7 +68,7 @@ def restore_point(tags: Mapping[str, str], run_id: str | None) -> RestorePoint:
 
 
 def _code_that_differs(tags: Mapping[str, str], commit: str) -> list[str]:
-    """Files of the code, and params.yaml, that made a version and differ in a commit."""
+    """Code files, and params.yaml, that made a version but differ in a commit."""
     if tags.get(DIRTY_TAG) == "true":
         return uncommitted(tags, commit)
     return changed_between(tags.get(COMMIT_TAG, ""), commit, PARAMS)

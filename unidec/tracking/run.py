@@ -2,9 +2,9 @@
 
 `Tracker.start(run_dir, ...)` writes `run_dir/tracking.json`; later processes continue with
 `Tracker.resume(run_dir)`. Everything is first written to `run_dir/tracking.jsonl`; `flush` sends
-the lines that the store has not confirmed. An unreachable store stops nothing: the next flush, of
-this process or a later one, sends what is missing. After a failed attempt, the store is not tried
-again for a hundred times as long as that took: at most 1% of the time is lost."""
+the lines that the store has not confirmed. An unreachable store does not stop a training: the next
+flush, of this process or a later one, sends the missing lines. After a failed attempt, the store is
+not tried again for a hundred times as long as the attempt took: at most 1% of the time is lost."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ RUN_TAGS = "UNIDEC_RUN_TAGS"
 process: `mlflow.parentRunId` nests the run below another one; `mlflow.runName` names it.
 """
 TRIAL_TAG = "trial"
-"""Tag of a training with other parameters than params.yaml: which, such as optim.epochs=3."""
+"""Tag of a training whose parameters differ from params.yaml; it lists them: optim.epochs=3."""
 # MLflow's limits
 _VALUE_LIMIT = 6000
 _DIGEST_LIMIT = 36
@@ -91,7 +91,7 @@ class Tracker:
             run_dir: the training's folder; it keeps the run's id.
             params_flat: every parameter, dotted keys. tags: see `code_tags`. run_name: default: the
             folder's name.
-            dataset: {"name", "digest", "path" (relative)}, and any figures: its profile.
+            dataset: {"name", "digest", "path" (relative)}; further figures become its profile.
             run_id: the run named in a checkpoint; used if the folder has lost its own record of it.
 
         Returns:
@@ -176,10 +176,9 @@ class Tracker:
         self.flush()
 
     def log_files(self, paths: Iterable[Path | str], folder: str | None = None) -> None:
-        """Send files and the contents of folders that exist, as they are now, to the run's
-        artifacts, below `folder`.
+        """Send files and contents of folders, if they exist, to the run's artifacts below `folder`.
 
-        They are copied first, as the originals may be overwritten while the store is away.
+        They are copied first, as the originals may change while the store is unreachable.
         """
         if not self._state:
             return
@@ -217,7 +216,7 @@ class Tracker:
             log.warning("not recorded for the tracking store: %s", error)
 
     def flush(self) -> bool:
-        """Send what the store has not confirmed; False if some of it is left for a later flush."""
+        """Send entries that the store has not confirmed; False if some remain for a later flush."""
         begin = time.monotonic()
         self._flushed = begin
         if not self._state:
@@ -264,8 +263,8 @@ class Tracker:
         self._client = client
 
     def _find_run(self, client: MlflowClient, place: str) -> Run | None:
-        """The run started before: by its key, even if the reply to its creation was lost; or by a
-        checkpoint's id.
+        """The run that was started before: found by its key, even if the reply to its creation was
+        lost, or by a checkpoint's id.
         """
         for wanted in (_with_key(self._state["run_key"]), f"attributes.run_id = '{self.run_id}'"):
             if found := client.search_runs([place], wanted, order_by=["attributes.start_time ASC"]):
@@ -378,7 +377,7 @@ def tracking_state(run_dir: Path) -> dict[str, Any]:
 
 
 def has_died(run_dir: Path) -> bool:
-    """Whether the MLflow run of a training folder was never ended although its process is gone."""
+    """Whether the process of a training folder's MLflow run died without ending the run."""
     state = tracking_state(run_dir)
     return "holder" in state and state.get("status") is None and is_alive(state["holder"]) is False
 
@@ -394,8 +393,7 @@ def is_behind(run_dir: Path) -> bool:
 
 
 def reconcile_runs(run_dirs: Iterable[Path]) -> list[str]:
-    """End runs whose process died as KILLED, and send what the store has not confirmed of other
-    ended runs.
+    """End runs whose process died as KILLED, and send unconfirmed entries of other ended runs.
 
     Returns:
         names of the folders whose run was ended; if the store is unreachable, the entries stay

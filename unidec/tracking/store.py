@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 
 
 def _view_state() -> dict[str, Any]:
-    """What the shared view of the table of runs shows."""
+    """State of the shared view of the table of runs."""
     names = [f"test/{name}".replace("@", "_at_") for name in shown("drawn")]
     return {
         "orderByKey": "attributes.start_time",
@@ -71,7 +71,7 @@ def _view_state() -> dict[str, Any]:
 
 
 def quiet_mlflow() -> None:
-    """Turns telemetry, long retries and migration logs off; call it before the first `import
+    """Turn off telemetry, long retries and migration logs; call it before the first `import
     mlflow`.
 
     Raises:
@@ -88,7 +88,7 @@ def quiet_mlflow() -> None:
 
 
 def import_mlflow() -> Any:
-    """The module, with its pyfunc flavour; takes two seconds."""
+    """Import mlflow with its pyfunc flavour; takes two seconds."""
     quiet_mlflow()
     with warnings.catch_warnings():  # about MLflow's own modules
         warnings.simplefilter("ignore")
@@ -100,8 +100,8 @@ def tracking_uri() -> str:
     """The tracking store's address: `MLFLOW_TRACKING_URI`, else SQLite in `mlflow/`; SQLite paths
     absolute.
 
-    User and password of a server's address move to MLflow's variables for them, so that MLflow's
-    messages do not show them. Those of a database address are kept: see `without_credentials`.
+    User and password in a server's address are moved to MLflow's environment variables, so that
+    its messages do not show them. In a database address they are kept: see `without_credentials`.
 
     Raises:
         ConfigError: not the address of a store.
@@ -127,7 +127,7 @@ def tracking_uri() -> str:
 
 @functools.cache
 def _plugins() -> set[str]:
-    """Schemes of addresses that plugins of MLflow add."""
+    """Address schemes added by plugins of MLflow."""
     return importlib.metadata.entry_points(group="mlflow.tracking_store").names
 
 
@@ -163,7 +163,7 @@ def answers(uri: str, seconds: float = 2.0) -> bool:
     """Whether a store answers: MLflow itself retries for minutes before it gives up.
 
     A server must answer a request, with any status; a database must accept a connection; a file
-    always counts."""
+    always counts as answering."""
     address = parse(uri)
     port = address.port or _DATABASE_PORTS.get(address.scheme.partition("+")[0])
     try:
@@ -174,7 +174,7 @@ def answers(uri: str, seconds: float = 2.0) -> bool:
     except HTTPError:
         return True
     except (OSError, HTTPException, ValueError) as error:
-        # of a certificate that MLflow may accept
+        # a certificate error: MLflow may accept the certificate
         return isinstance(getattr(error, "reason", None), ssl.SSLError)
     return True
 
@@ -213,7 +213,7 @@ def _is_there(database: Path) -> bool:
 
 
 def create_store(database: Path, artifacts: str) -> None:
-    """An empty store, by all of MLflow's migrations."""
+    """Create an empty store by running all of MLflow's migrations."""
     quiet_mlflow()
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
@@ -250,10 +250,10 @@ def open_client(uri: str) -> MlflowClient:
 
 
 def check_store() -> None:
-    """Check the tracking store before long work whose result it has to take.
+    """Check the tracking store before long work whose result is to be stored there.
 
     Raises:
-        ConfigError: it does not answer, or not as MLflow's server does.
+        ConfigError: the store does not answer, or not as MLflow's server does.
     """
     uri = tracking_uri()
     try:
@@ -298,8 +298,8 @@ def user() -> str:
 
 
 def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
-    """The experiment's id; a new one keeps artifacts next to an SQLite store, else where the server
-    puts them.
+    """The experiment's id; a new experiment keeps artifacts next to an SQLite store, else where the
+    server puts them.
     """
     from mlflow.exceptions import MlflowException
 

@@ -61,7 +61,7 @@ def inverse_propensities(settings: TrainingSettings, dataset: XMCDataset) -> np.
 
 @dataclass(frozen=True)
 class TrainingTexts:
-    """The texts of training rows: queries, and behind them the labels.
+    """The texts of training rows: queries, followed by labels.
 
     Attributes:
         tokens: token caches "queries" and "labels".
@@ -75,7 +75,7 @@ class TrainingTexts:
         return len(self.tokens["queries"])
 
     def parts(self, rows: np.ndarray) -> TextParts:
-        """Texts of training rows; `rows` must have those of queries first, then those of labels."""
+        """Texts of training rows; `rows` must have rows of queries first, then rows of labels."""
         is_query = rows < self.num_queries
         return self.of_queries(rows[is_query]) + self.of_labels(rows[~is_query] - self.num_queries)
 
@@ -226,7 +226,7 @@ class Batches:
     def _texts(
         self, drawn: Drawn, own_labels: np.ndarray, further: np.ndarray
     ) -> tuple[TextParts, TextCounts]:
-        """The texts that this rank encodes, and counts of those of all ranks."""
+        """The texts that this rank encodes, and the counts of all ranks' texts."""
         label_texts = self.texts.parts if self.pairs.labels_are_texts else self.texts.of_labels
         others = self.texts.of_queries(further) if len(further) else []
         rows_B = drawn.pool.rows_B

@@ -5,7 +5,7 @@ Layout of a run's folder:
 - `checkpoints/step-0000000120/`: `dense.safetensors`; `rows-00000.safetensors`, one file for each
   rank with tensors `<table>/<name>` and the ranges of rows in its metadata; `state.json`;
   `manifest.json`;
-- `checkpoints/latest`: name of the newest checkpoint, for people;
+- `checkpoints/latest`: name of the newest checkpoint, for humans;
 - `refresh/epoch-00004/`: clusters and hard negatives of a round. A checkpoint inside the round
   contains the sha256 of its manifest, and is incomplete without it.
 
@@ -225,7 +225,7 @@ def newest_state(run_dir: Path) -> tuple[Path | None, dict[str, Any], list[str]]
 
 
 def _newest(run_dir: Path, read: Callable[[Path], Loaded]) -> tuple[Loaded | None, list[str]]:
-    """The result of `read` for the newest checkpoint where it raises no ArtifactError, and the
+    """The result of `read` for the newest checkpoint for which it raises no ArtifactError, and the
     errors of newer ones.
     """
     rejected: list[str] = []
@@ -255,8 +255,8 @@ def read_state(run_dir: Path, path: Path, verify: bool = True) -> dict[str, Any]
     """`Checkpoint.state` of a checkpoint's folder.
 
     Args:
-        verify: check all hashes, also those of the refresh that the checkpoint needs; else names
-            and sizes only.
+        verify: check all hashes, including those of the refresh that the checkpoint needs;
+            otherwise only names and sizes.
 
     Raises:
         ArtifactError: the checkpoint is incomplete or damaged.

@@ -8,10 +8,10 @@ Source: NGAME's batches as UniDEC uses them. Each iteration orders the points by
 the difference of their similarities to two centres, cuts them in half and recomputes the centres,
 until the gain in mean cosine falls below a tolerance.
 
-Points that are too many for memory, float16, are first cut into parts of at most `PART_BYTES`: the
-two centres of a cut are fitted on a sample of the points, and one pass over all of them assigns
-them to the halves. In memory are then 8 bytes a point for the order, 20 while a cut sorts its
-points, and the float32 vectors of one part with the copies of a level."""
+To save memory, float16 points are first cut into parts of at most `PART_BYTES` as float32: the two
+centres of a cut are fitted on a sample of the points, and one pass over all of them assigns them to
+the halves. Memory is then 8 bytes per point for the order (20 while a cut sorts its points), and
+the float32 vectors of one part with the copies of a level."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from unidec.model.pool import num_clusters
 from unidec.progress import progress
 from unidec.training.distributed import ALONE, Ranks
 
-# most points that are copied at once, on a CPU (for its cache) and on a GPU
+# maximum points copied at once, on a CPU (for its cache) and on a GPU
 POINTS_AT_ONCE = (1 << 16, 1 << 20)
 TOLERANCE = 1e-4  # a split has converged when an iteration increases its mean cosine by less
 MAX_ITERATIONS = 100
-PART_BYTES = 1 << 28  # most bytes of float32 points that are clustered in memory
+PART_BYTES = 1 << 28  # maximum bytes of float32 points that are clustered in memory
 SAMPLE = 1 << 16  # points that decide a cut of more points than are clustered in memory
 
 

@@ -63,7 +63,7 @@ class Ranks:
     _steps: Any = field(default=None, compare=False, repr=False)
     _flags: Any = field(default=None, compare=False, repr=False)
     _patient: Any = field(default=None, compare=False, repr=False)
-    # of sums in a backward pass
+    # failures of sums in a backward pass
     _failures: list[RuntimeError] = field(default_factory=list, compare=False, repr=False)
 
     @classmethod
@@ -165,8 +165,8 @@ class Ranks:
         return [count * rank // self.world for rank in range(self.world + 1)]
 
     def gather(self, x_RD: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Rows of all ranks [G, D], of which each has `sizes`; backward returns this rank's slice
-        of the gradient.
+        """Rows of all ranks [G, D], given the number of rows of each; backward returns this rank's
+        slice of the gradient.
         """
         if self.alone:
             return x_RD
@@ -268,7 +268,7 @@ class Ranks:
     def sum_rows(self, tables: Sequence[RowTable]) -> None:
         """Add up the ranks' gradients of the rows that each gathered from replicated tables.
 
-        Afterwards each table has as gathered rows, on every rank, the ascending rows of all ranks.
+        Afterwards each table's gathered rows, on every rank, are the rows of all ranks, ascending.
         Gradients are added in the order of ranks, so that their bits are the same on all ranks."""
         if self.alone:
             return
@@ -301,7 +301,7 @@ class Ranks:
 
         Args:
             gradients: all gradients on this rank, already summed over the ranks.
-            sharded: those among them of rows that only this rank holds; the others are counted on
+            sharded: gradients of rows that only this rank holds; all others are counted on
             the first rank only.
         """
         counted = gradients if self.is_first else sharded
@@ -324,7 +324,7 @@ class Ranks:
         return [count > 0 for count in counts.tolist()]
 
     def all_reduce(self, tensor: Tensor, group: Any = None, op: Any = dist.ReduceOp.SUM) -> None:
-        """Reduce a tensor over the ranks, in place; by default one of a step, on the device."""
+        """Reduce a tensor over the ranks, in place; default group: for a step, on the device."""
         if tensor.numel():
             with _lost_rank():
                 dist.all_reduce(tensor, op, group=group or self._steps)
@@ -360,8 +360,8 @@ class Ranks:
         return json.loads(self.share_array(encoded).tobytes())
 
     def share_array(self, array: np.ndarray) -> np.ndarray:
-        """The first rank's array, on every rank; those of the others must agree in type and in all
-        axes but the first.
+        """The first rank's array, on every rank; the other ranks' arrays must have the same dtype
+        and the same axes except the first.
         """
         return self.gather_array(array if self.is_first else array[:0])
 

@@ -29,11 +29,11 @@ MOST_IN_MEMORY = 1 << 30  # bytes of vectors in float32
 
 @dataclass
 class Encoding:
-    """The model, and what its passes need.
+    """The model, and the inputs and settings of its passes.
 
     Attributes:
         tokens: token caches "queries" and "labels".
-        build: puts texts on the device, or what the caches of frozen results have of them.
+        build: puts texts on the device, or their results from the caches.
         amp: type of autocast; None: float32.
     """
 
@@ -66,9 +66,9 @@ class Encoding:
         return self.vectors_of([(name, self.tokens[name], rows)], folder)
 
     def vectors_of(self, parts: TextParts, folder: Path | None = None) -> np.ndarray:
-        """Vectors [n, D] of texts of several sources by the dual encoder, of a classifier alone by
-        the classifier; float32, or as `on_disk` says float16 in a file in `folder` that is gone
-        when the array or the process is.
+        """Vectors [n, D] of texts of several sources, from the dual encoder or, if the model lacks
+        it, the classifier head; float32 in memory, or float16 in a file in `folder` if `on_disk`
+        says so. The file is freed with the array or the process.
 
         Args:
             folder: None: always float32, in memory.
@@ -94,15 +94,15 @@ class Encoding:
 
 
 def label_file(model: UniDEC, folder: Path) -> np.ndarray | None:
-    """A file for float32 vectors of all labels in place of memory, if they are large (`on_disk`):
-    without a name, it is gone when the array or the process is.
+    """A file for float32 vectors of all labels if they are large (`on_disk`), else None. It has no
+    name, and is freed with the array or the process.
     """
     shape = (model.num_labels, model.settings.dim)
     return zeros_on_disk(folder, shape, torch.float32).numpy() if on_disk(*shape) else None
 
 
 def on_disk(num_texts: int, dim: int) -> bool:
-    """Whether vectors are in a file during a refresh on a CPU: 2 bytes a dimension, mapped, instead
-    of 4 in memory. Their rounding, and the clustering in parts, change the batches a little.
+    """Whether vectors are in a file during a refresh on a CPU: 2 bytes per dimension, mapped,
+    instead of 4 in memory. Rounding, and clustering in parts, change the batches a little.
     """
     return FP32 * num_texts * dim > MOST_IN_MEMORY

@@ -1,4 +1,4 @@
-"""Checks that losses and gradients are finite, without a wait of the host in each step."""
+"""Checks that losses and gradients are finite, without making the host wait in each step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class UncheckedStep:
 
 
 class FiniteChecks:
-    """Notes steps on the device, and finds the first that failed.
+    """Records steps on the device, and finds the first that failed.
 
     On a GPU the host checks only when it logs or writes a checkpoint; until then `failed` stops all
-    updates from the first step on that is not finite.
+    updates from the first non-finite step on.
 
     Attributes:
         each_step: whether the host checks after each step.
@@ -37,7 +37,7 @@ class FiniteChecks:
         self._steps: list[tuple[UncheckedStep, Tensor]] = []
 
     def note(self, step: UncheckedStep, value: Tensor) -> None:
-        """Note a step.
+        """Record a step.
 
         Args:
             value: 0-d, finite if all losses and gradients are.
@@ -47,7 +47,7 @@ class FiniteChecks:
 
     @property
     def stops_update(self) -> Tensor | None:
-        """What the optimisers take as `failed`; None if the host has checked the step."""
+        """The optimisers' argument `failed`; None if the host has checked the step."""
         return None if self.each_step else self.failed
 
     def first_failure(self) -> UncheckedStep | None:

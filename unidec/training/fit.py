@@ -20,8 +20,8 @@ class RoundReport:
         epoch, step: finished epochs and steps of the whole run.
         steps, train_seconds, steps_per_s: of this report.
         finished: whether the training is complete.
-        memory: most memory used, in GiB.
-        work_seconds: of the whole run, processor time, on a GPU wall time; validation adds the time
+        memory: peak memory, in GiB.
+        work_seconds: processor time of the whole run (on a GPU wall time); validation adds the time
             of refreshes.
         trained_seconds, round, validation, validation_seconds, refresh, seconds: set by validation:
             seconds of all rounds, number of the round, metrics in percent, and figures of the

@@ -36,7 +36,7 @@ def run_identity(
     """The identity of a run: everything that affects the trained model.
 
     Args:
-        parameters: those that decide a result or all, as plain values by section.
+        parameters: all, or those that decide a result, as plain values by section.
         start: hash of the bundle from which a warm start begins.
 
     Returns:

@@ -54,7 +54,7 @@ class Start:
     vectors: Path | None = None
 
     def rows_of(self, uids: pa.Array | pa.ChunkedArray) -> np.ndarray:
-        """Row of each label in the earlier model, int64 [L]; -1: it does not have the label."""
+        """Row of each label in the earlier model, int64 [L]; -1 if that lacks the label."""
         rows = pc.index_in(uids, value_set=self.uids.cast(uids.type))
         return np.asarray(pc.fill_null(rows, -1), dtype=np.int64)
 
@@ -125,7 +125,7 @@ def take_rows(
     keep: float = 1.0,
     holds_text: bool = False,
 ) -> None:
-    """Initialise the classifier's rows and biases from those of the start with the same label uid.
+    """Initialise the classifier's rows and biases from the start's, by label uid.
 
     A row becomes `keep` times the start's row plus (1 - `keep`) times the embedding of the label's
     text in the model. The embedding is scaled to unit length, or to the mean length of the reused
@@ -196,14 +196,14 @@ def _mean(values: Tensor) -> float:
 
 
 def _blocks(places: np.ndarray) -> Iterator[np.ndarray]:
-    """Places in blocks of `START_BLOCK`."""
+    """Split an array into blocks of `START_BLOCK`."""
     for begin in range(0, len(places), START_BLOCK):
         yield places[begin : begin + START_BLOCK]
 
 
 def _classifier_of(start: Start) -> tuple[Tensor | None, Tensor | None]:
-    """Rows float32 [K, D] and biases [K, 1] of the start's classifier; None for what it does not
-    have.
+    """Rows float32 [K, D] and biases [K, 1] of the start's classifier; None for those that it
+    lacks.
     """
     rows_name, bias_name = CLASSIFIER
     bias = None

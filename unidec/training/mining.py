@@ -31,19 +31,19 @@ from unidec.progress import progress
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.fit import Figures
 
-# most labels that "auto" compares one by one on a CPU: some minutes for as many queries
+# maximum labels that "auto" searches exactly on a CPU: some minutes for as many queries
 MOST_EXACT = 100_000
 BLOCK = 512  # queries compared with all labels at a time
 _BLOCKS = 8  # blocks between two updates of the progress bar
 _PAIRS = 1 << 16  # positives scored at once
 # labels searched in addition to H, so that among equal scores the lowest label ids are taken
 _SPARE = 32
-# least labels for each inverted list on average: faiss requires 39 to train a centroid
+# minimum labels per inverted list, on average: faiss requires 39 to train a centroid
 _ROWS_A_LIST = 40
-_LISTS_A_PROBE = 8  # one of so many inverted lists is searched ...
+_LISTS_A_PROBE = 8  # one in this many inverted lists is searched ...
 # ... and at most this many: from about 65,000 labels on, the time of a query grows with sqrt(L)
 _MAX_PROBES = 64
-_RESCORED = 2  # labels found by 4-bit codes that are scored exactly, for each result
+_RESCORED = 2  # labels found by 4-bit codes that are scored exactly, per result
 # of faiss's k-means: labels for each centroid, and iterations
 _TRAINING_LABELS = 64
 _ITERATIONS = 10
@@ -153,7 +153,7 @@ class _Miner:
     """Searches the hard negatives of queries.
 
     Attributes:
-        kind: of search, as shown. excluded: csr [N, L], pairs that are no negatives.
+        kind: of search, as displayed. excluded: csr [N, L], pairs that are not negatives.
     """
 
     kind: str
@@ -207,8 +207,8 @@ class _Miner:
 
 def faiss_search(label: Tensor) -> Search:
     """An approximate search by faiss on the CPU: of about 2 sqrt(L) inverted lists, the nearest to
-    a query are searched by codes of 4 bits a dimension, and the best labels are scored exactly. Its
-    results may be more than k.
+    a query are searched by codes of 4 bits a dimension, and the best labels are scored exactly. It
+    may return more than k results.
     """
     faiss = faiss_module()
     label_LD = label.cpu().numpy()
@@ -237,7 +237,7 @@ def faiss_search(label: Tensor) -> Search:
     def search(query: np.ndarray, k: int, exclude: sp.csr_matrix) -> tuple[np.ndarray, np.ndarray]:
         rows_B = np.arange(len(query))
         row_E, label_E, _ = row_entries(exclude, rows_B)
-        # enough labels that k are left without the excluded ones
+        # enough labels that k remain without the excluded ones
         most_excluded = int(np.bincount(row_E).max(initial=0))
         query = np.ascontiguousarray(query, np.float32)
         score, nearest = index.search(query, k + most_excluded)
@@ -275,6 +275,6 @@ def _scores(
 
 
 def _pattern(matrix: sp.csr_matrix) -> sp.csr_matrix:
-    """The matrix with value 1 for each stored entry, also for stored zeros."""
+    """The matrix with value 1 for each stored entry, including stored zeros."""
     ones = np.ones(len(matrix.indices), np.int8)
     return sp.csr_matrix((ones, matrix.indices, matrix.indptr), matrix.shape)

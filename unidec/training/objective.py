@@ -58,7 +58,7 @@ class Objective:
 
     def losses(self, x_BW: Tensor, batch: Prepared, step: int) -> dict[str, Tensor]:
         """Weighted losses of the heads: balance * L_D, (1 - balance) * (L_C + clf_bce * BCE), each
-        with what methods add on the head's scores.
+        including the losses that methods add on the head's scores.
 
         Args:
             x_BW: the encoder's outputs for this rank's texts of the batch: queries, then pool
@@ -124,7 +124,7 @@ class Objective:
         batch: Prepared,
         step: int,
     ) -> Tensor:
-        """The loss of a head by its scores, with what methods add, 0-d; arguments as of `loss`."""
+        """A head's loss on its scores plus the losses of methods, 0-d; arguments as of `loss`."""
         settings = self.settings
         kind = getattr(settings, head)
         forward = getattr(settings, f"{head}_forward")
@@ -194,7 +194,7 @@ class Objective:
         return sum_gradient(query_BD), sum_gradient(scale)
 
     def _labels(self, own_SD: Tensor, sizes: list[int], targets: PoolTargets) -> Tensor:
-        """The labels that this rank compares with the queries: its own, or those of all ranks."""
+        """The labels that this rank compares with the queries: its own labels, or all ranks'."""
         return own_SD if targets.columns.partial else self.ranks.gather(own_SD, sizes)
 
     def _products(self, query_BD: Tensor, row_SD: Tensor) -> Tensor:

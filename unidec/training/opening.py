@@ -210,8 +210,8 @@ def _new_model(settings: TrainingSettings, data: TrainingData, place: Place) -> 
 
 
 def compile_if_worthwhile(settings: TrainingSettings, model: UniDEC, steps_per_epoch: int) -> None:
-    """Compile the transformer as `run.compile` says; where it is "auto", what fails to compile runs
-    as it is.
+    """Compile the transformer as `run.compile` says; if it is "auto", code that fails to compile
+    runs uncompiled.
     """
     chosen = settings.run.compile
     if chosen == "auto":
@@ -283,7 +283,7 @@ def _start_rows(
     rows: Rows,
     start: Start | None,
 ) -> None:
-    """The classifier's first rows."""
+    """Initialise the classifier's rows."""
     if start is not None:
         uids = data.dataset.labels["uid"]
         take_rows(
@@ -309,9 +309,7 @@ def _parallel(model: UniDEC, batches: Batches, ranks: Ranks) -> torch.nn.Module 
 
 
 def _drop_later_lines(run_dir: Path, state: dict[str, Any]) -> None:
-    """Remove the lines of the run's records that it will write again after the checkpoint of this
-    state.
-    """
+    """Remove lines of the run's records that are written again after a resume from this state."""
     last_step = state.get("step", 0) - 1  # steps are numbered from 0
     _keep_lines(run_dir / "history.jsonl", "step", last_step)
     _keep_lines(run_dir / ROUNDS, "epoch", state.get("epoch", 0))

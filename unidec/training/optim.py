@@ -31,7 +31,7 @@ BETA1 = 0.9
 BETA2 = 0.999
 EPS = 1e-8
 MOMENTUM = 0.9
-# of SplitMix64, as signed numbers: the increment; shifts and factors, the last one without
+# of SplitMix64, as signed numbers: the increment; shifts and factors (the last shift has none)
 _INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 _MIXING = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
 State = dict[str, Tensor]  # an optimiser's state by name
@@ -246,7 +246,7 @@ class Optimisers:
 
     Attributes:
         dense: parameters that AdamW trains; row: the tables' optimisers by name of the table.
-        last_round: with patience: finished steps of the run at the begin and at the end of the last
+        last_round: with patience: finished steps of the run at the beginning and end of the last
             round, as known so far.
     """
 
@@ -363,7 +363,7 @@ class Optimisers:
                 self.adamw.state[parameter][key] = tensor.to(parameter.device, copy=True)
 
     def row_states(self) -> dict[str, dict[str, Tensor]]:
-        """By table the weight (as "weight") and optimiser state of the rows held here: the tensors
+        """Weight (as "weight") and optimiser state of the rows held here, by table: the tensors
         themselves.
         """
         return {name: row.table.rows() for name, row in self.row.items()}

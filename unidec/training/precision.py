@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """If wanted, torch adds up in the same order each time inside the block; an operation that
-    cannot raises RuntimeError.
+    """If `wanted`, torch uses deterministic algorithms inside the block; an operation that has none
+    raises RuntimeError.
     """
     import torch
 
@@ -34,8 +34,8 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
 
 def choose_device(device: str) -> torch.device:
-    """The torch device of the parameter `device`; "auto" is a GPU if there is one, under torchrun
-    that of LOCAL_RANK.
+    """The torch device of the parameter `device`; "auto" is a GPU if there is one; under torchrun
+    the GPU of LOCAL_RANK.
 
     A GPU is returned with its number: without one, torch would use the current device of each
     thread, and batches are prepared in another thread.

@@ -142,7 +142,7 @@ class Refresher:
         self.batches = batches
         self.ranks = batches.ranks
         self.root = run_dir / "refresh"
-        # for large vectors; a GPU, and several ranks, hold them in memory
+        # folder of large vectors; on a GPU, or with several ranks, they are in memory
         is_on_cpu = encoding.device.type == "cpu"
         self.files = run_dir if is_on_cpu and self.ranks.alone else None
         # of the next round, until its hard negatives are mined
@@ -233,8 +233,8 @@ class Refresher:
         return self.ranks.gather_array(vectors)
 
     def label_vectors(self) -> np.ndarray:
-        """Vectors of this rank's part of the labels, in the space of the queries' vectors: that of
-        the dual encoder; of a classifier alone its rows.
+        """Vectors of this rank's part of the labels, in the space of the queries' vectors: from the
+        dual encoder or, if the model lacks it, the classifier's rows.
         """
         model = self.encoding.model
         if model.heads == "clf":
@@ -283,7 +283,7 @@ class Refresher:
 
 def exported_classifier(model: UniDEC, rows: Rows) -> Classifier:
     """(rows float32 [L, D], biases float32 [L]) of the labels, as exported; None for what the model
-    does not have. With several ranks those held here.
+    lacks. With several ranks, of the labels held here.
     """
     rows_LD, bias_L = rows.exported()
     table_LD, table_bias_L = model.classifier_table()

@@ -27,8 +27,8 @@ def random_batches(rows: np.ndarray, batch_size: int, seed: int, epoch: int) -> 
 
 
 def queries_a_batch(pool: Pool, num_rows: int) -> int:
-    """Number of queries in the largest batch: `pool.batch_size`, or with `pool.batch_fit: least`
-    the smallest N / 2^depth, rounded up, that is at least that (so are the
+    """Number of queries in the largest batch: `pool.batch_size`, or for clustered batches with
+    `pool.batch_fit: least` the smallest N / 2^depth, rounded up, that is at least that (as are the
     published 1,152 on 131K and 1,098 on 1.3M).
     """
     if pool.batch_fit == "most" or pool.batches == "random":
@@ -93,8 +93,8 @@ def draws_pools(model: Model, pool: Pool) -> bool:
 
 
 def encoded_labels(model: Model, pool: Pool, rows_hold_text: bool) -> Labels:
-    """Labels whose texts a step encodes: those of the dual encoder; without it those of the
-    classifier if its rows contain the vectors of label texts.
+    """Labels whose texts a step encodes: the dual encoder's or, without it, the classifier's if its
+    rows contain the vectors of label texts.
     """
     de, clf = head_labels(model, pool)
     return clf if de == "none" and rows_hold_text else de

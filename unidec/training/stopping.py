@@ -32,8 +32,8 @@ class Stopping:
     budget_minutes: float = 0.0
 
     def last_round(self, lines: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
-        """Finished epochs at the begin and at the end of the last round; as long as it is not
-        decided, of the latest possible one.
+        """Finished epochs at the beginning and end of the last round or, while that is not decided,
+        of the latest possible one.
 
         The last round begins when validation has not improved for `patience` rounds, when the
         budget does not allow another round before it (a round is assumed to take the mean time of

@@ -46,7 +46,7 @@ LOG_EVERY = 10  # steps between two lines of history.jsonl; only then the host w
 
 @dataclass
 class Progress:
-    """How far a training is.
+    """Progress of a training.
 
     Attributes:
         epoch: finished epochs; epoch_step: finished steps of the next epoch; step: finished steps
@@ -64,7 +64,7 @@ class Progress:
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> Progress:
-        """That of a checkpoint's state; of {}: nothing is done."""
+        """The progress in a checkpoint's state; of {}: nothing is done."""
         names = {each.name for each in fields(cls)}
         return cls(**{name: state[name] for name in names & state.keys()})
 
@@ -96,7 +96,7 @@ class Saved:
 
 class Trainer:
     """A training run in a folder. If the folder has checkpoints, it resumes from the newest one,
-    also inside a round.
+    even inside a round.
 
     Args:
         cache_dir: folder of the caches of frozen transformers' outputs, shared by runs.
@@ -105,7 +105,7 @@ class Trainer:
         start: an earlier model to start from; None: a new model.
 
     Attributes:
-        at: how far it is.
+        at: progress of the training.
         made: the refresh of the current round: its clusters and hard negatives.
 
     Raises:
@@ -154,7 +154,7 @@ class Trainer:
 
     @property
     def device(self) -> torch.device:
-        """Where steps compute."""
+        """The device on which steps compute."""
         return self.encoding.device
 
     @property
@@ -180,20 +180,20 @@ class Trainer:
         return Stopping(optim.epochs, pool.refresh, optim.patience, optim.budget_minutes)
 
     def clock(self) -> float:
-        """Processor time, on a GPU wall time, in seconds."""
+        """Processor time (on a GPU wall time), in seconds."""
         if self.device.type == "cpu":
             return time.process_time()
         return time.perf_counter()
 
     def classifier(self) -> Classifier:
         """(rows float32 [L, D], biases float32 [L]) of the labels, as exported; None for what the
-        model does not have. With several ranks those held here.
+        model lacks. With several ranks, of the labels held here.
         """
         return exported_classifier(self.model, self.batches.methods.rows)
 
     def label_vectors(self) -> dict[str, np.ndarray]:
-        """Vectors of all labels by name, as a bundle has them: "de" and "clf" float32 [L, D],
-        "bias" float32 [L]; those that the model has.
+        """Vectors of all labels by name, as in a bundle, if the model has them: "de" and "clf"
+        float32 [L, D], "bias" float32 [L].
         """
         encoding = self.encoding
         with encoding.autocast():
@@ -241,7 +241,7 @@ class Trainer:
 
     @property
     def _round_begin(self) -> int:
-        """Finished epochs at the begin of the current round, or of the next one."""
+        """Finished epochs at the beginning of the current round, or of the next one."""
         return self.at.epoch - self.at.epoch % self.settings.pool.refresh
 
     @property
@@ -341,7 +341,7 @@ class Trainer:
         )
 
     def _set_last_round(self) -> None:
-        """Tell the schedule which round is the last one, as far as it is decided."""
+        """Tell the schedule which round is the last one, as far as that is decided."""
         begin, end = self.stopping.read(self.run_dir, self.at.epoch)
         steps = self.steps_per_epoch
         self.optimisers.last_round = (begin * steps, end * steps)

@@ -1,7 +1,7 @@
 """Exports encoder and heads for other programs: as one ONNX file, or as a folder for
 sentence-transformers.
 
-The sentence-transformers folder uses only that library's own modules in sequence, which express a
+The sentence-transformers folder is a sequence of that library's standard modules, which express a
 transformer with one head exactly. A bag of tokens, a residual layer, or both heads side by side
 cannot be expressed and are refused.
 
@@ -60,7 +60,7 @@ def export_onnx(
     Args:
         bundle: a loaded bundle, on the CPU.
         folder: an existing folder is replaced, but only if it is an earlier export.
-        head: head of `vector`: "both", "de" or "clf"; None: the bundle's own space.
+        head: head of `vector`: "both", "de" or "clf"; None: the bundle's searched space.
 
     Returns:
         {"head", "width", "outputs", "opset", "bytes", "output"}.
@@ -165,8 +165,8 @@ class QueryGraph(nn.Module):
 
 
 def _padded_bag(bag: BagEncoder, ids_BT: Tensor, mask_BT: Tensor) -> list[Tensor]:
-    """`BagEncoder` for padded texts: output of its layers, or the bag of all tokens and, if used,
-    of the first ones.
+    """`BagEncoder` for padded texts: the output of its layers if it has any; otherwise the bag of
+    all tokens and, if used, of the first ones.
     """
     if bag.token_layers is not None:
         log_weight_BT = F.embedding(ids_BT, bag.log_weight.weight)[..., 0]
@@ -177,7 +177,7 @@ def _padded_bag(bag: BagEncoder, ids_BT: Tensor, mask_BT: Tensor) -> list[Tensor
     rows = ids_BT
     counts = mask_BT
     places = mask_BT.cumsum(1) - 1
-    if bag.num_words:  # each word follows its last piece; tokens at which no word ends have count 0
+    if bag.num_words:  # a word's row is put at its last piece; elsewhere the count is 0
         word_BT, ends_BT, place_BT = padded_words(ids_BT, mask_BT, bag.continues, bag.num_words)
         rows = torch.cat([ids_BT, word_BT], 1)
         counts = torch.cat([mask_BT, ends_BT.float()], 1)
@@ -194,16 +194,16 @@ def _padded_bag(bag: BagEncoder, ids_BT: Tensor, mask_BT: Tensor) -> list[Tensor
 def padded_words(
     ids_BT: Tensor, mask_BT: Tensor, continues_V: Tensor, num_buckets: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `unidec.model.words.with_words`, by standard operators: finds each word of several pieces
-    at its last piece.
+    """`unidec.model.words.with_words` with standard operators only; a word of several pieces is
+    found at its last piece.
 
     Args:
         ids_BT, mask_BT: int64, padded on the right. continues_V: bool, tokens that continue a word.
 
     Returns:
         int64 [B, T]: row of the word that ends at each token, V or larger; bool [B, T]: whether a
-        word ends there; int64 [B, T]: position of each token in its text, counting the words before
-        it.
+        word ends there; int64 [B, T]: position of each token in its text, counting the preceding
+        words.
     """
     place_T = torch.arange(ids_BT.shape[1])
     real_BT = mask_BT > 0
@@ -261,7 +261,7 @@ def export_sentence_transformers(
     Args:
         bundle: a loaded bundle, on the CPU.
         folder: an existing folder is replaced, but only if it is an earlier export.
-        head: "both", "de" or "clf"; None: the bundle's own space.
+        head: "both", "de" or "clf"; None: the bundle's searched space.
 
     Returns:
         {"head", "width", "modules", "output"}.
@@ -406,14 +406,14 @@ def _transformer(model: UniDEC, transformer: Any) -> nn.Module:
 
 
 def _load_options(encoder: Any) -> dict[str, bool]:
-    """Options with which `transformers` loads the weights as they are: without a pooler, which no
-    encoder here has.
+    """Options with which `transformers` loads exactly these weights: no pooler, since encoders here
+    have none.
     """
     return {"add_pooling_layer": False} if hasattr(encoder.transformer, "pooler") else {}
 
 
 def _keep_load_options(folder: Path, options: dict[str, bool]) -> None:
-    """The library reads these options from its file when it loads the folder, but does not write
+    """Store the load options in the file from which the library reads them, since it does not write
     them.
     """
     file = folder / "sentence_bert_config.json"

@@ -23,11 +23,11 @@ from unidec.progress import Progress, progress
 from unidec.ranking.heads import width
 
 ExportFacts = dict[str, str | int | list[str]]  # facts about the written files, by name
-BLOCK_BYTES = 32 << 20  # of the rows held in memory at once, and of a Parquet row group
+BLOCK_BYTES = 32 << 20  # size of the rows held in memory at once, and of a Parquet row group
 
 
 def scored_by(info: BundleInfo, head: str | None = None) -> BundleInfo:
-    """`bundle.json` of a bundle that ranks by one head alone; None: by the bundle's own space.
+    """The `BundleInfo` of a bundle that ranks by one head alone; None: by its searched space.
 
     Its `space` is the head. `clf_weight` is 1 for the classifier alone. `vectors` contain "bias"
     only if the score has a bias; queries then have an additional dimension.
@@ -69,8 +69,8 @@ def facts(score: BundleInfo) -> dict[str, str | float]:
 def write_readme(
     folder: Path, bundle: Bundle, score: BundleInfo, outputs: Sequence[str] = (), opset: int = 0
 ) -> None:
-    """Write README.md, which describes an exported folder and how to load it; `outputs` are those
-    of its ONNX graph.
+    """Write README.md, which describes an exported folder and how to load it; `outputs` names the
+    outputs of its ONNX graph.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -104,8 +104,7 @@ def check_replaceable(folder: Path) -> None:
 def export_vectors(
     bundle: str | os.PathLike[str], target: str | os.PathLike[str], *, head: str | None = None
 ) -> ExportFacts:
-    """Write the label vectors of a score; the other exports write the query side, with the same
-    head.
+    """Write the label vectors of a score; `query_side` exports the query encoder for the same head.
 
     Only uids, titles and a block of vectors are held in memory. The output is deterministic.
 
@@ -113,7 +112,7 @@ def export_vectors(
         bundle: a bundle's folder; its model and index are not loaded.
         target: a .parquet file with columns `uid`, `title` and `vector` (float32, fixed-size list)
             in the bundle's order, and facts in the schema's metadata under `unidec`.
-        head: "both", "de" or "clf"; None: the bundle's own space.
+        head: "both", "de" or "clf"; None: the bundle's searched space.
 
     Returns:
         {"labels", "width", "head", "bytes", "output"}.

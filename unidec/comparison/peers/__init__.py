@@ -1,8 +1,8 @@
-"""Systems from outside, run on the same data and measured by the same code: what our recipes are
-compared with.
+"""External systems with which our recipes are compared, on the same data and measured by the same
+code.
 
 TF-IDF rankers run in this process; every other peer is a script beside this file. A script imports
-nothing of unidec and names its packages in its head (PEP 723), by which `uv run` finds them."""
+nothing of unidec; `uv run` installs the packages that its header declares (PEP 723)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Peer:
 
     about: str
     script: str = ""
-    reads_vectors: bool = False  # of texts, by the model of the cell that it comes after
+    reads_vectors: bool = False  # text vectors from the model of the cell in `after`
 
 
 PEERS: dict[str, Peer] = {

@@ -1,6 +1,6 @@
-"""What the scripts of linear peers share: their task and eight trials on the validation split.
+"""Shared by the scripts of linear peers: their task, and eight trials on the validation split.
 
-A script imports this file as it lies beside it, and nothing of unidec.
+A script imports this file from its own folder, and nothing of unidec.
 
 Legend: n queries, L labels, F features.
 """
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 from scipy.sparse import csr_matrix, load_npz, save_npz
 
-AT = 5  # of the nDCG that chooses
+AT = 5  # cutoff of the nDCG that chooses the trial
 
 
 class Model(Protocol):
@@ -33,11 +33,11 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """Features of texts and relevance of labels, and what the comparison's cells have in common.
+    """Features of texts, relevance of labels, and settings shared by the comparison's cells.
 
     Attributes:
         x_train, x_labels, x_test: csr float32 [n, F]. y_train: csr float32 [n, L].
-        validation: the same of the validation split, x and y; None where there is none.
+        validation: x and y of the validation split; None if there is none.
         width: labels to predict. threads, seed: of the training.
     """
 
@@ -56,12 +56,12 @@ def main(
     trials: Sequence[Mapping[str, Any]],
     version: str,
 ) -> None:
-    """Train, predict the test split: `SCRIPT TASK OUT SETTINGS`
+    """Train and predict the test split: `SCRIPT TASK OUT SETTINGS`
     (unidec/comparison/peers/running.py).
 
     Args:
-        train: with some settings. trials: settings; of several the best on the validation split is
-        kept.
+        train: trains a model with some settings. trials: settings to try; the best on the
+        validation split is kept.
         version: of the package.
     """
     folder, out = map(Path, sys.argv[1:3])

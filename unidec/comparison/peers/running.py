@@ -1,4 +1,4 @@
-"""One peer on one data set: its features and texts on disk, what ranks the labels, its predictions.
+"""Runs one peer on one data set: features and texts on disk, ranking of labels, predictions.
 
 Shape legend: n test queries, L labels, F words, K labels of a prediction.
 """
@@ -30,7 +30,7 @@ from unidec.errors import ArtifactError, DataError, TrainingError
 from unidec.evaluation.baselines import fit_words, rank, top_rows
 
 Floats = NDArray[np.float32]
-K = 100  # labels that are left after filters
+K = 100  # labels that remain after filters
 TASK = Path("peer-task")
 OUT = Path("peer-output")
 LOG = Path("peer.log")
@@ -50,19 +50,19 @@ def run_peer(
     goes to `peer.log`.
 
     Args:
-        settings: what it has in common with the recipes: "text", "max_length" (tokens), "encoder"
+        settings: those that it shares with the recipes: "text", "max_length" (tokens), "encoder"
             (its folder), "pooling", "epochs", "batch_size", "threads", "seed".
-        vectors: of all "queries" and "labels", float32 [., D] of unit length, which stand beside
-            the TF-IDF.
+        vectors: unit vectors of all "queries" and "labels", float32 [., D], concatenated with the
+            TF-IDF features.
 
     Returns:
-        labels [n, K and more] for the test split, best first, -1 where there is none, filtered
-        pairs still in; and facts: train_seconds, search_ms (a query), parameters, version (of its
-        package), of a script peak_memory_bytes.
+        labels [n, width] for the test split, best first, padded with -1, filtered pairs included;
+        and facts: train_seconds, search_ms (per query), parameters, version (of its package) and,
+        for a script, peak_memory_bytes.
 
     Raises:
-        DataError: an empty split. ArtifactError: its packages cannot be had. TrainingError: the
-        script fails.
+        DataError: an empty split. ArtifactError: its packages cannot be installed. TrainingError:
+        the script fails.
     """
     start = time.perf_counter()
     texts, matrices, width = features(dataset, settings["text"], vectors)
@@ -80,10 +80,10 @@ def run_peer(
 def features(
     dataset: XMCDataset, text: Text, vectors: Mapping[str, Floats] | None = None
 ) -> tuple[dict[str, list[str]], dict[str, sp.csr_matrix], int]:
-    """What a peer is given: texts of "train", "labels", "test" and, where there are any,
-    "validation"; their float32 TF-IDF (`fit_words` of the training texts), beside it the `vectors`,
-    as "X.train", ...; relevance as "Y.train" and "Y.validation"; and how many labels to predict, so
-    that K are left after filters.
+    """Inputs of a peer: texts of "train", "labels", "test" and, if there are any, "validation";
+    their float32 TF-IDF (`fit_words` of the training texts), concatenated with `vectors`, as
+    "X.train", ...; relevance as "Y.train" and "Y.validation"; and the number of labels to predict,
+    so that K remain after filters.
 
     Raises:
         DataError: no queries to train on or to predict, or texts without a single word.
@@ -186,7 +186,7 @@ def _scripted(
 
 
 def requirements(script: Path) -> list[Requirement]:
-    """The packages that the head of a script names (PEP 723)."""
+    """The packages declared in a script's header (PEP 723)."""
     found = _HEAD.search(script.read_text(encoding="utf-8"))
     if found is None:
         return []
@@ -195,7 +195,7 @@ def requirements(script: Path) -> list[Requirement]:
 
 
 def start_command(script: Path) -> list[str]:
-    """How to start a script: by this interpreter where it has all packages, else by `uv run`.
+    """The command that starts a script: this interpreter if it has all packages, else `uv run`.
 
     Raises:
         ArtifactError: packages are missing, and there is no uv.
@@ -222,10 +222,10 @@ def _is_installed(package: Requirement) -> bool:
 
 
 def run_script(command: Sequence[str], threads: int) -> None:
-    """Run a peer's script in this process's group: whoever ends the group ends it too.
+    """Run a peer's script in this process's group, so that it ends with the group.
 
     Raises:
-        TrainingError: it fails; with the end of its log.
+        TrainingError: the script fails; the message has the end of its log.
     """
     threaded = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     kept = dict.fromkeys(threaded, str(threads))

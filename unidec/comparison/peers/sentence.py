@@ -10,7 +10,7 @@
 A bag of token embeddings (`st-static`) or a transformer (`st-transformer`), trained by their
 trainer with multiple negatives ranking: half of the epochs on pairs, half on triplets with
 negatives that their miner finds with the model of the first half. No label of a query is a negative
-of it, neither a mined one nor one of its batch. Exact search by cosine.
+of it, neither mined nor in the batch. Exact search by cosine.
 
 Shape legend: E pairs, V token ids, D width, L labels.
 """
@@ -47,7 +47,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModel
 
 ON_GPU = torch.cuda.is_available()
-# the best of four on lf-debian's titles; theirs
+# the best of four on lf-debian's titles; the library's default
 LEARNING_RATE = {"st-static": 0.06, "st-transformer": 5e-5}
 # a mined negative scores at least 5 % below the query's lowest label, as their guide advises
 MARGIN = 0.05
@@ -55,8 +55,8 @@ ROWS_AT_ONCE = 1024  # queries of the miner's search
 
 
 class LabelsApart(DefaultBatchSampler):
-    """Their no-duplicates batches, in which no query has a label (or its own text) among the texts
-    of the other rows either. As in theirs, a row that does not fit waits for the next batch.
+    """The library's no-duplicates batches, in which also no query has a label (or its own text)
+    among the texts of the other rows. As there, a row that does not fit waits for the next batch.
     """
 
     def __init__(self, dataset: Dataset, *given: Any, **named: Any):
@@ -96,8 +96,8 @@ def static_model(folder: Path, texts: list[str], max_length: int) -> SentenceTra
     """A bag that starts as ours does: token embeddings times inverse document frequency in the
     training texts.
 
-    Their bag is a mean compared by cosine: the weight inside the embedding is the same vector as
-    our weight beside it.
+    The library's bag is a mean compared by cosine: weights multiplied into its embeddings give the
+    same vector as our separate weights.
     """
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_padding()
@@ -127,8 +127,8 @@ def new_model(given: Mapping[str, Any], texts: list[str]) -> tuple[SentenceTrans
 
 
 def with_negatives(model: SentenceTransformer, pairs: Dataset, labels: list[str]) -> Dataset:
-    """Triplets: each pair with the hardest label below the margin that is none of its query's;
-    pairs without such a label are left out.
+    """Triplets: each pair with the hardest label below the margin that is not one of its query's;
+    pairs without such a label are omitted.
     """
     return util.mine_hard_negatives(
         pairs,

@@ -26,7 +26,7 @@ from pecos.xmc import Indexer, LabelEmbeddingFactory
 from pecos.xmc.xlinear.model import XLinearModel
 from scipy.sparse import csc_matrix, csr_matrix
 
-# costs of positives and negatives, pruning of weights, labels of a level that are kept
+# costs of positives and negatives, pruning of weights, labels kept per level
 TRIALS: tuple[dict[str, Any], ...] = (
     {},
     {"Cp": 0.5, "Cn": 0.5},
@@ -65,7 +65,7 @@ class XRLinear:
 
 
 def tree(task: Task) -> Any:
-    """The clusters of labels, the same in each trial; made again, as they are part of a training's
+    """The label clusters, the same in each trial; recomputed, as they count towards a training's
     seconds.
     """
     features = LabelEmbeddingFactory.create(
