@@ -150,10 +150,11 @@ def test_ranges_lie_where_their_numbers_are():
     expected = 5 * (right - left)
     assert other - mean == pytest.approx(expected, abs=0.01)
     assert below > y
-    assert chart.about == "x"
+    assert chart.about == "x; a 10.00; b 20.00"
     assert range_chart("c", [], "x") is None
-    long = drawn(range_chart("c", [Range("a very long name " * 5, 1.0)], "x"))
-    assert "a very long name a very long<" in long
+    assert "a very long name a very lon…" in drawn(
+        range_chart("c", [Range("a very long name " * 5, 1.0)], "x")
+    )
 
 
 def test_each_figure_has_a_table_behind_it():

@@ -12,6 +12,17 @@ from unidec.training.trainer import Trainer
 
 TIMES = ("seconds", "texts_per_s", "tokens_per_s")
 
+# pools and heads, by name, under which a teacher teaches
+POOLS = {
+    "a pool for both heads": {},
+    "a limited pool, filled": {"pool.size": 14, "pool.fill": True},
+    "random batches": {"pool.batches": "random"},
+    "all labels for both": {"pool.de_labels": "all", "pool.clf_labels": "all"},
+    "other labels for the classifier": {"pool.clf_labels": 18},
+    "a dual encoder": {"model.heads": "de", "index.space": "de"},
+    "a classifier": {"model.heads": "clf", "index.space": "clf", "pool.clf_labels": "all"},
+}
+
 
 def train_to_the_end(trainer: Trainer) -> Trainer:
     """As the stages do."""

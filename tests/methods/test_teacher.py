@@ -8,22 +8,15 @@ import numpy as np
 import pytest
 import torch
 from helpers.label_targets import soft_targets
-from helpers.trainings import loss_by_teacher, train_to_the_end
+from helpers.trainings import POOLS, loss_by_teacher, train_to_the_end
 
 from unidec.config import Teacher
 from unidec.methods.teacher import TeacherLoss, TeacherVectors
 from unidec.training.trainer import Trainer, TrainingData
 
-POOLS = {
-    "a pool for both heads": {},
-    "a limited pool, filled": {"pool.size": 14, "pool.fill": True},
-    "random batches": {"pool.batches": "random"},
-    "all labels for both": {"pool.de_labels": "all", "pool.clf_labels": "all"},
-    "other labels for the classifier": {"pool.clf_labels": 18},
+BUNDLE_POOLS = POOLS | {
     "further positives for the classifier": {"pool.size": 14, "pool.clf_beta": 2},
     "label texts": {"pool.gandalf": True},
-    "a dual encoder": {"model.heads": "de", "index.space": "de"},
-    "a classifier": {"model.heads": "clf", "index.space": "clf", "pool.clf_labels": "all"},
     "chunks": {"optim.encode_chunk": 7},
 }
 
@@ -75,9 +68,11 @@ def divergence_by_loops(theirs, logits, ignored, temperature):
     return total / len(theirs)
 
 
-@pytest.mark.parametrize("pools", POOLS)
+@pytest.mark.parametrize("pools", BUNDLE_POOLS)
 def test_its_loss_equals_loops_on_every_kind_of_pool(open_taught, vectors, pools):
-    trainer = open_taught(**POOLS[pools] | {"teacher.weight": 0.7, "teacher.temperature": 0.4})
+    trainer = open_taught(
+        **BUNDLE_POOLS[pools] | {"teacher.weight": 0.7, "teacher.temperature": 0.4}
+    )
     trainer.mine()
     trainer.made = trainer.refresher.load(0)
     methods = trainer.batches.methods

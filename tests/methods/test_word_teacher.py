@@ -8,21 +8,11 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
-from helpers.trainings import loss_by_teacher
+from helpers.trainings import POOLS, loss_by_teacher
 
 from unidec.config import Teacher
 from unidec.methods.word_teacher import WordTargets, WordTeacherLoss, unread_targets
 from unidec.training.trainer import Trainer, TrainingData
-
-POOLS = {
-    "a pool for both heads": {},
-    "a limited pool, filled": {"pool.size": 14, "pool.fill": True},
-    "random batches": {"pool.batches": "random"},
-    "all labels for both": {"pool.de_labels": "all", "pool.clf_labels": "all"},
-    "other labels for the classifier": {"pool.clf_labels": 18},
-    "a dual encoder": {"model.heads": "de", "index.space": "de"},
-    "a classifier": {"model.heads": "clf", "index.space": "clf", "pool.clf_labels": "all"},
-}
 
 
 @pytest.fixture

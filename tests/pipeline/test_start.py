@@ -195,12 +195,15 @@ def test_as_asked_for(work):
     )
 
 
-UNFIT = {"encoder.bag_words": 8, "model.dim": 8}
-
-
-@pytest.mark.parametrize("key", UNFIT)
-def test_a_champion_that_does_not_fit(work, key):
-    params = work.params(**{key: UNFIT[key]})
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"encoder.bag_words": 8}, "encoder.bag_words"),
+        ({"model.dim": 8}, "model.dim or index.width"),
+    ],
+)
+def test_a_champion_that_does_not_fit(work, change, key):
+    params = work.params(**change)
     found = pipeline.choose_start(params)
     assert found.kind == "cold"
     assert found.reason == f"the champion, version 1, has another {key}"

@@ -80,4 +80,4 @@ def test_one_training_is_served_at_each_of_its_widths(
     open_client(tracking_uri()).set_registered_model_alias("unidec", "champion", str(version))
     start = pipeline.choose_start(served)
     assert start.kind == "cold"
-    assert start.reason == "the champion, version 1, is served at an index.width"
+    assert start.reason == "the champion, version 1, has another model.dim or index.width"

@@ -294,9 +294,10 @@ def range_chart(caption: str, rows: Sequence[Range], x_label: str) -> Chart | No
             low, high = row.ends
             figures.append(f"{low:.2f} to {high:.2f}")
         texts.append([row.name, ", ".join(figures)])
+    means = [f"{row.name} {row.mean:.2f}" for row in rows]
     return Chart(
         caption=caption,
-        about=x_label,
+        about="; ".join([x_label, *means]),
         draw=draw,
         table=Table(["", x_label], texts),
         height=0.8 + 0.22 * len(rows),
@@ -343,7 +344,10 @@ def _thinned(values: Sequence[float], most: int = MAX_POINTS) -> list[float]:
 
 
 def _abridged(name: str) -> str:
-    return f"{_clean(name):.{LONGEST_NAME}}"
+    name = _clean(name)
+    if len(name) <= LONGEST_NAME:
+        return name
+    return f"{name[: LONGEST_NAME - 1]}…"
 
 
 def _clean(text: str) -> str:

@@ -81,8 +81,6 @@ class WordTeacherLoss:
 def unread_targets(num_queries: int, num_labels: int) -> WordTargets:
     """Meaningless targets, for a step whose memory is measured."""
     num = min(num_labels, 100)
-    label_N = np.tile(np.arange(num), num_queries)
-    begin = np.arange(num_queries + 1) * num
-    value_N = np.full(len(label_N), 1 / num, dtype=np.float32)
-    shape = (num_queries, num_labels)
-    return WordTargets(np.arange(num_queries), sp.csr_matrix((value_N, label_N, begin), shape))
+    probability_nL = sp.csr_matrix(np.full((num_queries, num), 1 / num, dtype=np.float32))
+    probability_nL.resize(num_queries, num_labels)
+    return WordTargets(np.arange(num_queries), probability_nL)

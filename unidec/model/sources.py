@@ -133,15 +133,19 @@ def weight_files(folder: Path) -> list[Path]:
     Raises ArtifactError: model.safetensors.index.json is damaged.
     """
     index = folder / SHARDS
-    if not index.is_file():
-        return [folder / WEIGHTS]
-    try:
-        names = sorted(set(read_json(index)["weight_map"].values()))
-        return [folder / Path(name).name for name in names] or [folder / WEIGHTS]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ArtifactError(
-            "not a list of weight files", where=index, got=error, fix="copy or download it again"
-        ) from error
+    names: list[str] = []
+    if index.is_file():
+        try:
+            files = read_json(index)["weight_map"].values()
+            names = sorted({Path(file).name for file in files})
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ArtifactError(
+                "not a list of weight files",
+                where=index,
+                got=error,
+                fix="copy or download it again",
+            ) from error
+    return [folder / name for name in names or [WEIGHTS]]
 
 
 def num_weights(folder: Path) -> int:

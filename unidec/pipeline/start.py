@@ -202,10 +202,8 @@ def _from_champion(params: Params, auto: bool) -> tuple[WarmStart | None, str]:
     encoder = resolve_encoder(params.encoder.name)
     own = resolved(params.encoder, encoder)
     unfit = start_differences(own, encoder, encoder, bundle / "model")
-    dim = config["model"]["dim"]
-    if dim in params.loss.widths:
-        return None, f"the champion, {version}, is served at an index.width"
-    if unfit := unfit + ["model.dim"] * (dim != params.model.dim):
+    is_as_wide = config["model"]["dim"] == params.model.dim
+    if unfit := unfit + ["model.dim or index.width"] * (not is_as_wide):
         return None, f"the champion, {version}, has another {_listed(unfit)}"
     generation = int(config.get("start", {}).get("generation", 0))
     words, is_refused = _leak(params, bundle / "model")

@@ -7,7 +7,7 @@ pairs of a query and a label.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -79,12 +79,11 @@ def open_teacher(params: Params) -> TeacherVectors | WordTargets | None:
         labels = np.arange(dataset.num_labels)
         rows_n = np.concatenate([rows_n, dataset.num_queries + labels])
     decide = {"bundle": bundle.sha256, "data": dataset.sha256, "texts": str(len(rows_n))}
-    folder = paths.CACHE / f"teacher-{files_sha256(decide)[:16]}"
-    if not folder.is_dir():
-        with write_folder(folder, KIND, VERSION) as out:
-            np.save(out.path / "queries.npy", _encode(bundle, dataset, rows_n))
-    with verify_once(folder) as needed:
-        read_manifest(folder, KIND, VERSION, verify=needed)
+
+    def write(out: Path) -> None:
+        np.save(out / "queries.npy", _encode(bundle, dataset, rows_n))
+
+    folder = _cached("teacher", KIND, decide, write)
     query_nE = load_array(folder / "queries.npy", np.float16, ndim=2)
     return TeacherVectors(rows_n, query_nE, bundle.ranker.heads.take)
 
@@ -121,15 +120,29 @@ def _word_targets(params: Params) -> WordTargets:
     tokens = [paths.open_tokens("queries", False), paths.open_tokens("labels", False)]
     decide = {"data": dataset.sha256, "seed": str(params.seed)}
     decide |= {str(cache.path): folder_sha256(cache.path) for cache in tokens}
-    folder = paths.CACHE / f"words-{files_sha256(decide)[:16]}"
-    if not folder.is_dir():
-        with write_folder(folder, WORDS_KIND, VERSION) as out:
-            write_csr(out.path, "", _probabilities(params, dataset), np.float32)
-    with verify_once(folder) as needed:
-        read_manifest(folder, WORDS_KIND, VERSION, verify=needed)
+
+    def write(out: Path) -> None:
+        write_csr(out, "", _probabilities(params, dataset), np.float32)
+
+    folder = _cached("words", WORDS_KIND, decide, write)
     rows_n = dataset.rows("train")
     shape = (len(rows_n), dataset.num_labels)
     return WordTargets(rows_n, load_csr(folder, "", shape, np.float32, check=False))
+
+
+def _cached(name: str, kind: str, decide: Mapping[str, str], write: Callable[[Path], None]) -> Path:
+    """The verified folder of a cache in data/cache, which `write` fills if it does not exist.
+
+    Args:
+        decide: hashes and values that determine the content; a part of the folder's name.
+    """
+    folder = paths.CACHE / f"{name}-{files_sha256(decide)[:16]}"
+    if not folder.is_dir():
+        with write_folder(folder, kind, VERSION) as out:
+            write(out.path)
+    with verify_once(folder) as needed:
+        read_manifest(folder, kind, VERSION, verify=needed)
+    return folder
 
 
 def _probabilities(params: Params, dataset: XMCDataset) -> Iterator[sp.csr_matrix]:

@@ -23,6 +23,8 @@ from unidec.ranking.sparse import Floats, Rows
 
 GRAPH_LABELS = 200_000
 """Above this number of labels, HNSW is measured only on request: building a graph takes hours."""
+LIST_LABELS = 5_000
+"""Below this number of labels, inverted lists are not measured."""
 FACTORIES: dict[Kind, tuple[str, ...]] = {
     "flat": ("Flat",),
     "pq": ("PQx4,dsub=8", "PQx4", "PQx4,dsub=2"),
@@ -56,7 +58,8 @@ class Measured:
 
 def default_kinds(num_labels: int) -> tuple[Kind, ...]:
     """Kinds worth measuring for this number of labels."""
-    return KINDS if num_labels <= GRAPH_LABELS else ("flat", "pq", "ivf-pq")
+    skipped = {"hnsw": num_labels > GRAPH_LABELS, "ivf-pq": num_labels < LIST_LABELS}
+    return tuple(kind for kind in KINDS if not skipped.get(kind))
 
 
 def tune(

@@ -183,8 +183,8 @@ def serving_requirements() -> list[str]:
 
 
 def check_artifacts(experiment: Experiment | None, uri: str) -> None:
-    """Refuse to write to an experiment's artifact folder that no longer exists: MLflow would create
-    it anew.
+    """Refuse to write to an experiment's artifact folder that no longer exists: MLflow would
+    recreate it.
 
     Raises:
         ArtifactError: the experiment's files are not next to the store, but in a folder that no

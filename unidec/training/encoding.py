@@ -68,7 +68,7 @@ class Encoding:
     def vectors_of(self, parts: TextParts, folder: Path | None = None) -> np.ndarray:
         """Vectors [n, D] of texts of several sources, from the dual encoder or, if the model lacks
         it, the classifier head; float32 in memory, or float16 in a file in `folder` if `on_disk`
-        says so. The file is freed with the array or the process.
+        is true. The file is freed with the array or the process.
 
         Args:
             folder: None: always float32, in memory.
