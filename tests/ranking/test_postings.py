@@ -112,3 +112,13 @@ def test_the_products_of_rows_with_each_other(rng):
         for row_N, found_NN in zip(row_BN, found_BNN, strict=True):
             vectors = matrix[row_N].toarray() * (row_N >= 0)[:, None]
             np.testing.assert_allclose(found_NN, vectors @ vectors.T, rtol=1e-5, atol=1e-6)
+
+
+def test_squares_of_the_columns_that_a_query_shares_with_its_row(rng):
+    matrix = sparse(rng, (30, 17), 1000)
+    queries = sparse(rng, (12, 17), 1000)
+    row_B = rng.integers(0, 30, 12)
+    found = Postings(matrix).shared_squares(Csr.of(queries), row_B)
+    is_shared = matrix[row_B].toarray() != 0
+    expected = (queries.toarray() ** 2 * is_shared).sum(axis=1)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -54,24 +54,16 @@ def test_equals_a_loop(num_negatives, block, rng, monkeypatch):
     assert shortlist.shape == (30, num_negatives)
     expected = np.full((30, num_negatives), -1)
     scores = []
-    reached = []
     for n, row in enumerate(case.rows):
         best = [
             j for j in case.ranked(n) if not case.positive[row, j] and not case.filtered[row, j]
         ][:num_negatives]
         expected[row, : len(best)] = best
         scores += [float(case.query[n] @ case.label[j]) for j in best]
-        ahead = (
-            case.ranked(n)[: case.ranked(n).index(best[-1])]
-            if len(best) == num_negatives
-            else range(20)
-        )
-        reached += [j in ahead for j in np.flatnonzero(case.positive[row])]
     assert np.array_equal(shortlist, expected)
     assert report["queries"] == 22
     negative_score = report["negative_score"]
     assert negative_score == pytest.approx(np.mean(scores), rel=1e-5)
-    assert report["positives_found"] == pytest.approx(np.mean(reached))
     assert report["seconds"] > 0
 
 
@@ -97,7 +89,7 @@ def test_in_bfloat16_nearly_the_same_labels_are_found(rng):
     case.positive, case.filtered = (rng.random((60, 3000)) < 0.01 for _ in range(2))
     whole, _ = case.mine(20)
     with torch.autocast("cpu", torch.bfloat16):
-        half, report = case.mine(20)
+        half, _ = case.mine(20)
     same = [
         len(set(ours) & set(theirs)) / 20
         for ours, theirs in zip(half[case.rows], whole[case.rows], strict=True)
@@ -105,8 +97,6 @@ def test_in_bfloat16_nearly_the_same_labels_are_found(rng):
     assert np.mean(same) > 0.9
     assert not np.array_equal(half, whole)
     assert not (case.positive | case.filtered)[case.rows[:, None], half[case.rows]].any()
-    expected = case.mine(20)[1]["positives_found"]
-    assert report["positives_found"] == pytest.approx(expected, abs=0.02)
 
 
 def test_no_queries(rng):

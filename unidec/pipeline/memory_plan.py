@@ -22,6 +22,7 @@ import torch
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from unidec.config import Params, with_settings
+from unidec.config.index_spec import COMPRESSED, IndexSpec
 from unidec.data.chunks import CHUNK_TEXTS, LONG
 from unidec.data.storage import folder_bytes
 from unidec.data.tokens import Tokens
@@ -70,7 +71,9 @@ _ROW_SETS = 2  # copies of a step's classifier rows: rows in use, and rows being
 _BLOCK = 1 << 16  # rows that are projected or scored together
 # maximum number of points that clustering processes together: on a GPU (True), on a CPU (False)
 _POINTS = {True: 1 << 20, False: 1 << 16}
-_NAME_BYTES = 57  # overhead of a Python string; its characters are estimated at 8 bytes per token
+_NAME_BYTES = 32  # offsets and uid of a label's text; its characters are estimated at 8 a token
+# of texts whose words are compared; measured with 10^6 queries and labels (results/scale.md)
+_TOKEN_BYTES = 90
 # in the order in which they are tried: first settings that do not change what is learnt, then lower
 # precision, then less data
 REMEDIES: tuple[Settings, ...] = (
@@ -84,6 +87,7 @@ REMEDIES: tuple[Settings, ...] = (
     {"pool.clf_labels": "pool"},
     {"pool.de_labels": "pool"},
     {"tokens.max_length": 32},
+    {"index.knn_weight": 0, "index.fusion": False},
 )
 
 
@@ -138,12 +142,12 @@ class Plan:
 
     @property
     def shortages(self) -> dict[Place, float]:
-        """Ratio of needed to free memory at each place where the training does not fit."""
+        """Bytes that are missing at each place where the training does not fit."""
         shortages = {}
         for place, free in self.free.items():
             _, needed = self.peak(place)
             if free is not None and needed > (1 - MARGIN) * free:
-                shortages[place] = needed / max(free, 1)
+                shortages[place] = needed / (1 - MARGIN) - free
         return shortages
 
     @property
@@ -160,12 +164,9 @@ class Plan:
     @property
     def missing(self) -> str:
         """How much is missing where: "1.20 GiB more disk space"."""
-        parts = []
-        for place in self.shortages:
-            _, needed = self.peak(place)
-            more = needed / (1 - MARGIN) - (self.free[place] or 0)
-            parts.append(f"{gib(more)} more {PLACES[place]}")
-        return " and ".join(parts)
+        return " and ".join(
+            f"{gib(more)} more {PLACES[place]}" for place, more in self.shortages.items()
+        )
 
     def settings(self, form: str) -> list[str]:
         """The settings of `advice` in a format such as "--set {}={}"."""
@@ -283,27 +284,37 @@ def _texts_on_disk(params: Params, texts: int, gpu: bool) -> int:
 
 
 def _index(params: Params, sizes: Sizes, measured: Measured) -> Iterable[Amount]:
-    """The sampler, label vectors and the index while it is built (twice the vectors: unquantised,
-    with links or ids), and files on disk.
+    """The sampler; label vectors, names, the index and words of texts while the index is built; and
+    files on disk.
     """
     model = params.model
+    index = params.index
     labels = sizes.num_labels
     rows = num_rows(params, sizes)
     texts = sizes.num_queries + labels
     heads = 2 if model.heads == "both" else 1
     vectors = FP32 * labels * heads * (model.dim + model.clf_bias)
-    names = math.ceil(labels * (_NAME_BYTES + 8 * sizes.label_tokens[0]))
+    names = int(labels * (_NAME_BYTES + 8 * sizes.label_tokens[0]))
+    # vectors, or codes of 4 bits with ids
+    kind = IndexSpec.parse(index.factory, index.search, labels).kind
+    entries = vectors // 16 if kind in COMPRESSED else vectors
+    in_memory = 0 if vectors_on_disk(labels, model.dim) else vectors
     other_ranks = measured.state[ROWS] * (params.run.devices - 1)
     weights = sum(measured.state.values()) + other_ranks
     block = FP32 * _BLOCK * (512 + measured.width + model.dim)
     yield Amount("sampler", "host", 4 * INT64 * (texts + rows))
-    in_memory = 4 * vectors + 2 * names + block
-    yield Amount("label vectors, names and index", "host", in_memory, "index")
+    yield Amount("label vectors", "host", in_memory + block, "index")
+    yield Amount("label vectors", "disk", vectors - in_memory, "index")
+    yield Amount("label names and index", "host", 2 * (names + entries), "index")
+    if index.knn_weight or index.fuses:
+        tokens = rows * sizes.query_tokens[0] + labels * sizes.label_tokens[0]
+        yield Amount("words of texts", "host", int(_TOKEN_BYTES * tokens), "index")
     # two checkpoints are kept while a third is written
     checkpoint = weights + INT64 * rows + _shortlist(params, sizes)
     yield Amount("checkpoints", "disk", 3 * checkpoint)
     yield Amount("model and bundle", "disk", 2 * (weights + vectors) + names)
-    if params.encoder.frozen or params.encoder.trainable_layers == 0:
+    encoder = params.encoder
+    if encoder.frozen or (encoder.has_transformer and encoder.trainable_layers == 0):
         yield Amount("cached outputs of what is frozen", "disk", FP16 * texts * measured.width)
     taught = FP16 * rows * teacher_width(params.teacher.bundle)
     yield Amount("the teacher's vectors of training texts", "disk", taught)

@@ -254,12 +254,31 @@ class Postings:
         *_, score_P = self.search(queries, 0, query_P, row_P)
         return score_P
 
+    def shared_squares(self, queries: Csr, row_B: Rows) -> Floats:
+        """Sum of the squares of each query's values in the columns in which its row has an entry,
+        float32 [B].
+        """
+        sum_B = np.zeros(len(row_B), dtype=np.float32)
+        _add_shared_squares(queries, self._columns, row_B, sum_B)
+        return sum_B
+
 
 class _Index(NamedTuple):
     """An inverted index for compiled code: the columns as CSR [F, R], with ascending rows."""
 
     columns: Csr
     num_rows: int
+
+
+@compiled
+def _add_shared_squares(queries: Csr, columns: Csr, row_B: Array, sum_B: Array) -> None:
+    for query in range(len(row_B)):
+        for entry in range(queries.begin[query], queries.begin[query + 1]):
+            column = queries.column[entry]
+            rows = columns.column[columns.begin[column] : columns.begin[column + 1]]
+            place = np.searchsorted(rows, row_B[query])
+            if place < len(rows) and rows[place] == row_B[query]:
+                sum_B[query] += queries.value[entry] ** 2
 
 
 class _Pairs(NamedTuple):

@@ -229,9 +229,8 @@ class WordScorer:
         norm_L = np.sqrt(_row_sums(sum_LF.multiply(sum_LF)))
         self._norm_L = norm_L
         inverse_L = np.divide(1, norm_L, out=np.zeros_like(norm_L), where=norm_L > 0)
-        self._profile_LF = diags(inverse_L) @ sum_LF
+        self._profiles = Postings(diags(inverse_L) @ sum_LF)
         self._labels = Postings(neighbours.compared_labels)
-        self._profiles = Postings(self._profile_LF)
         self.by_first_words: WordScorer | None = None
         if neighbours.by_first_words is not None:
             self.by_first_words = WordScorer(neighbours.by_first_words, num_votes)
@@ -286,8 +285,7 @@ class WordScorer:
         """
         norm_O = self._norm_L[label_O]
         # the sums of popular labels are truncated, so subtract only words that are in the sum
-        in_sum_OF = self._profile_LF[label_O].sign()
-        square_O = _row_sums(words_OF.multiply(words_OF).multiply(in_sum_OF))  # |q|^2
+        square_O = self._profiles.shared_squares(Csr.of(words_OF), label_O)  # |q|^2
         product_O = cosine_O * norm_O  # q . s
         rest_O = product_O - square_O  # q . (s - q)
         rest_square_O = norm_O**2 - 2 * product_O + square_O  # |s - q|^2

@@ -2,7 +2,7 @@
 filtered.
 
 Legend: N queries of the data set, n mined queries, L labels, H negatives of a query, K results of a
-search, D width of a head, E positives of some queries.
+search, D width of a head, E excluded labels of some queries.
 
 Source: UniDEC, H_i = top-k of a nearest-neighbour search without P_i, |H_i| = eta x T. Labels of
 filter pairs (the query is the label itself) are excluded too: they score best and are not
@@ -35,7 +35,6 @@ from unidec.training.fit import Figures
 MOST_EXACT = 100_000
 BLOCK = 512  # queries compared with all labels at a time
 _BLOCKS = 8  # blocks between two updates of the progress bar
-_PAIRS = 1 << 16  # positives scored at once
 # labels searched in addition to H, so that among equal scores the lowest label ids are taken
 _SPARE = 32
 # minimum labels per inverted list, on average: faiss requires 39 to train a centroid
@@ -90,10 +89,8 @@ def mine_hard_negatives(
 
     Returns:
         Mined labels by data set row, best first, int32 [N, H], padded with -1; and figures:
-        `queries`, `negative_score` (mean over all negatives), `positives_found` (share of the
-        queries' positives that score at least as high as the query's last negative, so that the
-        search would find them), `seconds`; for an approximate search `recall`, the share of the
-        exact results that it finds; for "auto" `exact`, 1 or 0.
+        `queries`, `negative_score` (mean over all negatives), `seconds`; for an approximate search
+        `recall`, the share of the exact results that it finds; for "auto" `exact`, 1 or 0.
 
     Raises:
         DataError: vectors are not finite. UnidecError: faiss is not installed.
@@ -113,8 +110,6 @@ def mine_hard_negatives(
     miner = _Miner(
         kind="faiss" if approximate else "exact",
         search=faiss_search(label) if approximate else exact,
-        label_LD=label,
-        relevance=relevance,
         excluded=_pattern(relevance) + _pattern(filter_pairs),
         num_negatives=num_negatives,
     )
@@ -124,11 +119,10 @@ def mine_hard_negatives(
     mined_NH = np.full((num_rows, num_negatives), -1, dtype=np.int32)
     mined_NH[rows_n] = ranks.gather_array(own_mined)
     sums = ranks.gather_array(own_sums[None]).sum(0)
-    score_sum, num_mined, num_positives, num_found = sums.tolist()
+    score_sum, num_mined = sums.tolist()
     figures = {
         "queries": len(query_nD),
         "negative_score": score_sum / max(num_mined, 1),
-        "positives_found": num_found / max(num_positives, 1),
         "seconds": time.perf_counter() - begin_time,
     }
     if mining == "auto":
@@ -158,33 +152,24 @@ class _Miner:
 
     kind: str
     search: Search
-    label_LD: Tensor
-    relevance: sp.csr_matrix
     excluded: sp.csr_matrix
     num_negatives: int
 
     def mine(
         self, query_nD: np.ndarray, rows_n: np.ndarray, at_once: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Negatives, int32 [n, H]; and over all queries the sum of their scores, and the numbers of
-        negatives, of positives, and of positives found.
-        """
+        """Negatives, int32 [n, H]; and the sum of their scores, and their number."""
         mined_nH = np.empty((len(rows_n), self.num_negatives), dtype=np.int32)
-        sums = np.zeros(4)
+        sums = np.zeros(2)
         desc = f"mine hard negatives ({self.kind})"
         with progress(total=len(rows_n), desc=desc, unit="query") as bar:
             for begin in range(0, len(rows_n), at_once):
                 some = slice(begin, begin + at_once)
-                query_BD = query_nD[some]
-                rows_B = rows_n[some]
-                score_BH, label_BH = self._nearest(query_BD, rows_B)
+                score_BH, label_BH = self._nearest(query_nD[some], rows_n[some])
                 mined_nH[some] = label_BH
                 scores = score_BH[label_BH >= 0]
-                score_sum = scores.sum(dtype=np.float64)
-                last_B = score_BH[:, -1]
-                is_found_E = self._are_found(query_BD, rows_B, last_B)
-                sums += score_sum, len(scores), len(is_found_E), is_found_E.sum()
-                bar.update(len(rows_B))
+                sums += scores.sum(dtype=np.float64), len(scores)
+                bar.update(len(label_BH))
         return mined_nH, sums
 
     def _nearest(self, query_BD: np.ndarray, rows_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -196,13 +181,6 @@ class _Miner:
         best_BH = order_BK[:, :num]
         score_BH = np.take_along_axis(score_BK, best_BH, axis=1)
         return score_BH, np.take_along_axis(label_BK, best_BH, axis=1)
-
-    def _are_found(
-        self, query_BD: np.ndarray, rows_B: np.ndarray, last_B: np.ndarray
-    ) -> np.ndarray:
-        """Whether each positive scores at least as high as its query's last negative, bool [E]."""
-        row_E, label_E, _ = row_entries(self.relevance, rows_B)
-        return _scores(query_BD, self.label_LD, row_E, label_E) >= last_B[row_E]
 
 
 def faiss_search(label: Tensor) -> Search:
@@ -257,21 +235,6 @@ def _recall(found_NH: np.ndarray, expected_NH: np.ndarray) -> float:
     is_same = found_NH[:, :, None] == expected_NH[:, None]
     is_found = is_same.any(1) & is_label
     return float(is_found.sum() / max(is_label.sum(), 1))
-
-
-def _scores(
-    query_nD: np.ndarray, label_LD: Tensor, row_E: np.ndarray, label_E: np.ndarray
-) -> np.ndarray:
-    """Inner products of pairs of a query and a label, float32 [E]."""
-    query = torch.from_numpy(np.require(query_nD, requirements=["C", "W"]))
-    query = query.to(label_LD.device)
-    scores = [torch.empty(0)]
-    for begin in range(0, len(row_E), _PAIRS):
-        some = slice(begin, begin + _PAIRS)
-        of_query = query[row_E[some]].float()
-        of_label = label_LD[label_E[some]].float()
-        scores.append(torch.linalg.vecdot(of_query, of_label).cpu())
-    return torch.cat(scores).numpy()
 
 
 def _pattern(matrix: sp.csr_matrix) -> sp.csr_matrix:
