@@ -1,9 +1,10 @@
-"""The whole pipeline at 10^6 labels, and 10^7 queries predicted: time and memory of each stage, in
-one resumable run.
+"""The whole pipeline at 10^6 or 10^7 labels, and a file of queries predicted: time and memory of
+each stage, in one resumable run.
 
     # everything; the same command resumes
     python benchmarks/scale_run.py runs/scale
     python benchmarks/scale_run.py runs/scale-small --scale 0.01    # a rehearsal at a hundredth
+    python benchmarks/scale_run.py runs/scale-7 --scale 10 --predicted 100000 --ranking heads
     python benchmarks/scale_run.py runs/scale --stages train,index         # some stages (again)
     python benchmarks/scale_run.py runs/scale --show                       # the table
 
@@ -50,7 +51,7 @@ VALIDATION = 2_000
 ASKED = 200  # requests to the server
 BLOCK = 65_536
 PARAMS = """\
-recipe: unidec  # its votes, words and fusion rank
+recipe: unidec
 seed: 0
 data: {{path: raw, format: xmc-text, validation_share: {validation_share}}}
 validation:  # short random texts
@@ -63,8 +64,10 @@ pool: {{clf_labels: pool, refresh: 1}}
 optim:
   {{epochs: 1, warmup_epochs: 0.1, lr_bag: 3.0e-3, lr_heads: 3.0e-3, lr_clf: 3.0e-2,
     clf_state: adagrad}}
-index: {{factory: "IVF,PQx4", search: nprobe=325}}
+index: {{factory: "IVF,PQx4", search: nprobe={nprobe}{index}}}
 """
+# what ranks beside both heads, as settings of the index
+RANKINGS = {"default": "", "heads": ", knn_weight: 0, fusion: false"}
 Facts = dict[str, Any]
 
 
@@ -98,7 +101,9 @@ def stages(size: Facts) -> dict[str, list[str]]:
     }
 
 
-def size_of(scale: float, predicted: int = PREDICTED) -> Facts:
+def size_of(
+    scale: float, predicted: int = PREDICTED, ranking: str = "default", nprobe: int = 325
+) -> Facts:
     """Counts at a share of the full size; small splits stay large enough to measure on."""
     labels = int(LABELS * scale)
     queries = int(QUERIES * scale)
@@ -108,7 +113,14 @@ def size_of(scale: float, predicted: int = PREDICTED) -> Facts:
         "test": min(TEST, queries // 5),
         "predicted": int(predicted * scale),
         "validation_share": min(0.05, VALIDATION / queries),
+        "ranking": ranking,
+        "nprobe": nprobe,
     }
+
+
+def params_of(size: Facts) -> str:
+    """The content of params.yaml."""
+    return PARAMS.format(**size, index=RANKINGS[size["ranking"]])
 
 
 def run(work: Path, size: Facts, wanted: list[str] | None) -> None:
@@ -120,7 +132,7 @@ def run(work: Path, size: Facts, wanted: list[str] | None) -> None:
     # so that `measured` ends the stage's process too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     work.mkdir(parents=True, exist_ok=True)
-    (work / "params.yaml").write_text(PARAMS.format(**size), encoding="utf-8")
+    (work / "params.yaml").write_text(params_of(size), encoding="utf-8")
     write_json(work / "size.json", size)
     cells: Facts = done.get("cells", {})
     commands = stages(size)
@@ -306,7 +318,7 @@ def shown(results: Facts) -> str:
         figures = (f"{cell[key]:,.0f}" for key in plain)
         rows.append((name, *figures, remarks))
     total = sum(cell["seconds"] for cell in results["cells"].values())
-    size = ", ".join(f"{key} {value:,}" for key, value in results["size"].items())
+    size = ", ".join(f"{key} {value}" for key, value in results["size"].items())
     return f"{size}; {total / 3600:.2f} h in all\n\n{table(head, rows)}"
 
 
@@ -320,6 +332,13 @@ def main() -> None:
         "--predicted", type=int, default=PREDICTED, help="queries to predict for, at scale 1"
     )
     parser.add_argument(
+        "--ranking",
+        choices=sorted(RANKINGS),
+        default="default",
+        help="default: votes, words and the fusion too; heads: both heads alone",
+    )
+    parser.add_argument("--nprobe", type=int, default=325, help="inverted lists that are searched")
+    parser.add_argument(
         "--stages", help="names with commas: only these, also where they are measured already"
     )
     parser.add_argument("--show", action="store_true", help="only the table of what is measured")
@@ -331,7 +350,7 @@ def main() -> None:
     if not options.show:
         run(
             options.folder,
-            size_of(options.scale, options.predicted),
+            size_of(options.scale, options.predicted, options.ranking, options.nprobe),
             options.stages.split(",") if options.stages else None,
         )
     print(shown(json.loads((options.folder / "scale_run.json").read_text(encoding="utf-8"))))

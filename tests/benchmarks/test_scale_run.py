@@ -30,10 +30,13 @@ def test_sizes_and_parameters_are_valid_at_every_scale(scale_run, tmp_path):
     assert full["labels"] == 10**6
     assert full["queries"] == 10**6
     assert full["predicted"] == 10**7
-    for scale in (1.0, 0.01, 0.001):
-        size = scale_run.size_of(scale)
-        (tmp_path / "params.yaml").write_text(scale_run.PARAMS.format(**size))
+    for scale, ranking in ((10.0, "heads"), (1.0, "default"), (0.01, "heads"), (0.001, "default")):
+        size = scale_run.size_of(scale, ranking=ranking, nprobe=17)
+        (tmp_path / "params.yaml").write_text(scale_run.params_of(size))
         params = load_params(tmp_path / "params.yaml")
+        assert params.index.fuses == (ranking == "default")
+        assert params.index.knn_weight == (0 if ranking == "heads" else "auto")
+        assert params.index.search == "nprobe=17"
         assert (
             params.optim.epochs == 1
             and params.data.validation_share * size["queries"] <= scale_run.VALIDATION
