@@ -24,9 +24,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 
 
+OF_A_GPU = ("cuda-", "nvidia-", "triton")
+
+
 def closure(*extras: str) -> set[str]:
     """Distributions that `pip install unidec-xmc[extras]` installs here, by the metadata of
-    installed packages.
+    installed packages; without those that only torch for a GPU requires.
     """
     pending = [
         Requirement(text)
@@ -46,7 +49,7 @@ def closure(*extras: str) -> set[str]:
                 if child.marker is None or child.marker.evaluate({"extra": extra}):
                     child.marker = None
                     pending.append(child)
-    return {name for name, _ in seen}
+    return {name for name, _ in seen if not name.startswith(OF_A_GPU)}
 
 
 def test_a_server_needs_no_orchestration_no_tracking_server_and_no_checks_of_data() -> None:

@@ -184,7 +184,9 @@ def _check_database(uri: str) -> None:
         return
     read_only = f"{database.as_uri()}?mode=ro"
     try:
-        with contextlib.closing(sqlite3.connect(read_only, LOCK_SECONDS, uri=True)) as opened:
+        with contextlib.closing(
+            sqlite3.connect(read_only, timeout=LOCK_SECONDS, uri=True)
+        ) as opened:
             opened.execute("SELECT name FROM sqlite_master").fetchall()
     except sqlite3.Error as error:
         raise _away(uri, str(error)) from error
