@@ -219,11 +219,13 @@ def test_large_vectors_are_in_a_file_without_a_name(open_trainer, monkeypatch):
     assert refresher.exists(0)
 
 
-def test_label_vectors_of_a_validation_may_be_in_a_file(open_trainer, monkeypatch):
-    trainer = open_trainer()
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_label_vectors_of_a_validation_may_be_in_a_file(dtype, open_trainer, monkeypatch):
+    trainer = open_trainer(**{"model.clf_dtype": dtype})
     in_memory = trainer.label_vectors()
     monkeypatch.setattr(encoding, "MOST_IN_MEMORY", 0)
     from_file = trainer.label_vectors()
     assert sorted(from_file) == sorted(in_memory)
     for name, vectors in in_memory.items():
         assert np.array_equal(from_file[name], vectors)
+    assert from_file["clf"].dtype == np.float32

@@ -295,9 +295,9 @@ def _index(params: Params, sizes: Sizes, measured: Measured) -> Iterable[Amount]
     heads = 2 if model.heads == "both" else 1
     vectors = FP32 * labels * heads * (model.dim + model.clf_bias)
     names = int(labels * (_NAME_BYTES + 8 * sizes.label_tokens[0]))
-    # vectors, or codes of 4 bits with ids
-    kind = IndexSpec.parse(index.factory, index.search, labels).kind
-    entries = vectors // 16 if kind in COMPRESSED else vectors
+    entries = vectors
+    if IndexSpec.parse(index.factory, index.search, labels).kind in COMPRESSED:
+        entries //= 16  # codes of 4 bits, and ids
     in_memory = 0 if vectors_on_disk(labels, model.dim) else vectors
     other_ranks = measured.state[ROWS] * (params.run.devices - 1)
     weights = sum(measured.state.values()) + other_ranks
@@ -309,8 +309,8 @@ def _index(params: Params, sizes: Sizes, measured: Measured) -> Iterable[Amount]
     if index.knn_weight or index.fuses:
         tokens = rows * sizes.query_tokens[0] + labels * sizes.label_tokens[0]
         yield Amount("words of texts", "host", int(_TOKEN_BYTES * tokens), "index")
-    # two checkpoints are kept while a third is written
     checkpoint = weights + INT64 * rows + _shortlist(params, sizes)
+    # two are kept while a third is written
     yield Amount("checkpoints", "disk", 3 * checkpoint)
     yield Amount("model and bundle", "disk", 2 * (weights + vectors) + names)
     encoder = params.encoder

@@ -258,9 +258,7 @@ class Postings:
         """Sum of the squares of each query's values in the columns in which its row has an entry,
         float32 [B].
         """
-        sum_B = np.zeros(len(row_B), dtype=np.float32)
-        _add_shared_squares(queries, self._columns, row_B, sum_B)
-        return sum_B
+        return _shared_squares(queries, self._columns, row_B)
 
 
 class _Index(NamedTuple):
@@ -271,14 +269,16 @@ class _Index(NamedTuple):
 
 
 @compiled
-def _add_shared_squares(queries: Csr, columns: Csr, row_B: Array, sum_B: Array) -> None:
-    for query in range(len(row_B)):
+def _shared_squares(queries: Csr, columns: Csr, row_B: Array) -> Any:
+    sum_B = np.zeros(len(row_B), dtype=np.float32)
+    for query, row in enumerate(row_B):
         for entry in range(queries.begin[query], queries.begin[query + 1]):
             column = queries.column[entry]
             rows = columns.column[columns.begin[column] : columns.begin[column + 1]]
-            place = np.searchsorted(rows, row_B[query])
-            if place < len(rows) and rows[place] == row_B[query]:
+            place = np.searchsorted(rows, row)
+            if place < len(rows) and rows[place] == row:
                 sum_B[query] += queries.value[entry] ** 2
+    return sum_B
 
 
 class _Pairs(NamedTuple):

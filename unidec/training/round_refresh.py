@@ -281,12 +281,12 @@ class Refresher:
                 shutil.rmtree(other, ignore_errors=True)
 
 
-def exported_classifier(model: UniDEC, rows: Rows) -> Classifier:
+def exported_classifier(model: UniDEC, rows: Rows, into: np.ndarray | None = None) -> Classifier:
     """(rows float32 [L, D], biases float32 [L]) of the labels, as exported; None for what the model
-    lacks. With several ranks, of the labels held here.
+    lacks. With several ranks, of the labels held here. The table's rows fill `into` if it is given.
     """
     rows_LD, bias_L = rows.exported()
-    table_LD, table_bias_L = model.classifier_table()
+    table_LD, table_bias_L = model.classifier_table(into)
     if rows_LD is None:
         rows_LD = table_LD
     if bias_L is None:

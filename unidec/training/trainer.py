@@ -185,11 +185,11 @@ class Trainer:
             return time.process_time()
         return time.perf_counter()
 
-    def classifier(self) -> Classifier:
+    def classifier(self, into: np.ndarray | None = None) -> Classifier:
         """(rows float32 [L, D], biases float32 [L]) of the labels, as exported; None for what the
-        model lacks. With several ranks, of the labels held here.
+        model lacks. With several ranks, of the labels held here. The table's rows fill `into`.
         """
-        return exported_classifier(self.model, self.batches.methods.rows)
+        return exported_classifier(self.model, self.batches.methods.rows, into)
 
     def label_vectors(self) -> dict[str, np.ndarray]:
         """Vectors of all labels by name, as in a bundle, if the model has them: "de" and "clf"
@@ -197,11 +197,12 @@ class Trainer:
         """
         encoding = self.encoding
         with encoding.autocast():
-            file_LD = label_file(self.model, self.run_dir)
             label_de = self.model.encode_labels(
-                encoding.tokens["labels"], encoding.build, into=file_LD
+                encoding.tokens["labels"],
+                encoding.build,
+                into=label_file(self.model, self.run_dir),
             )
-            rows_LD, bias_L = self.classifier()
+            rows_LD, bias_L = self.classifier(label_file(self.model, self.run_dir))
         vectors = {"de": label_de, "clf": rows_LD, "bias": bias_L}
         return {name: array for name, array in vectors.items() if array is not None}
 
