@@ -27,7 +27,6 @@ from unidec.evaluation.plot_tables import plots_csv, validation_records
 from unidec.evaluation.report import ReportInput, render
 from unidec.evaluation.significance import Comparison
 from unidec.metric_names import BASELINES, GROUPS, headline, of_all_labels, shown
-from unidec.model.search import exact_search
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import QUERIES_AT_ONCE, K, Ranking
 from unidec.pipeline.runs import tracker_of_model
@@ -139,7 +138,7 @@ def _measure(params: Params) -> Measured:
     ranker = ranking.ranker(bundle.ranker.heads)
     found = ranker.search(ranking.encoded, CANDIDATES, ranking.excluded)
     scores, labels = _ranked(bundle, ranking, found)
-    result = _figures(bundle, ranking, labels, found.rows[:, :K])
+    result = _figures(bundle, ranking, labels, found)
     text = params.tokens.text
     weights = (ranking.propensity.inverse_L, ranking.propensity.group_L)
     tfidf = baselines.measure_baselines(dataset, text, *weights)
@@ -239,13 +238,13 @@ def _report(
     )
 
 
-def _figures(bundle: Bundle, ranking: Ranking, labels: np.ndarray, by_heads: np.ndarray) -> Figures:
+def _figures(bundle: Bundle, ranking: Ranking, labels: np.ndarray, found: Ranked) -> Figures:
     """The content of metrics.json without the baselines: metrics of the bundle and of its parts,
     the index, weights and validation metrics.
 
     Args:
-        labels, by_heads: int [n, K], found by exact search and ranked by the bundle, or by the
-            heads' score alone.
+        labels: int [n, K], found by exact search and ranked by the bundle.
+        found: the best labels by the heads' score, at least K of them or all, by exact search.
     """
     info = bundle.info
     ranker = bundle.ranker
@@ -254,9 +253,9 @@ def _figures(bundle: Bundle, ranking: Ranking, labels: np.ndarray, by_heads: np.
         for space in SINGLE_HEADS:
             result[space] = ranking.metrics(ranker.heads.alone(space))
     if ranker.voting is not None:
-        result["heads"] = ranking.metrics_of(by_heads)
+        result["heads"] = ranking.metrics_of(found.rows[:, :K])
         result["knn"] = ranking.metrics_of_votes(ranker.voting)
-    result["index"] = _against_exact(bundle, ranking, labels)
+    result["index"] = _against_exact(bundle, ranking, labels, found)
     result["index"]["clf_weight"] = info.clf_weight
     result["index"]["knn_weight"] = info.knn.weight if info.knn else 0.0
     result["validation"] = info.metrics.get("validation", {})
@@ -287,21 +286,22 @@ def _ranked(
     return np.concatenate(scores), np.concatenate(labels)
 
 
-def _against_exact(bundle: Bundle, ranking: Ranking, labels: np.ndarray) -> Figures:
+def _against_exact(
+    bundle: Bundle, ranking: Ranking, labels: np.ndarray, found: Ranked
+) -> Figures:
     """Compare the index with exact search, on the first `ORACLE_QUERIES` queries.
 
     Args:
-        labels: int [n, K], found by exact search.
+        labels, found: as for `_figures`.
 
     Returns:
         "recall@10" and "recall@100" of the index in percent; "lost/P@1", ...: percentage points by
         which the metrics of the served labels are below those of `labels`.
     """
     first = ranking.part(slice(ORACLE_QUERIES))
-    query = bundle.ranker.queries(first.encoded)
     k = min(K, bundle.num_labels)
-    _, exact = exact_search(query, bundle.ranker.heads, k, device=ranking.device)
-    _, approximate = bundle.index.search(query, k)
+    exact = found.rows[:ORACLE_QUERIES]
+    approximate = bundle.ranker.search(first.encoded, k, first.excluded).rows
     figures = {}
     for n in (10, K):
         if n <= k:
