@@ -31,6 +31,7 @@ from unidec.evaluation.metrics import by_query
 from unidec.metric_names import headline
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import indexing, paths
+from unidec.pipeline.evaluation import BY_INDEX
 from unidec.pipeline.ranking import (
     CLF_WEIGHTS,
     KNN_WEIGHTS,
@@ -416,27 +417,33 @@ def test_a_round_cut_off_before_its_record_is_repeated_without_doubles(
     assert steps == [0, 10]
 
 
-def test_figures_are_exact_on_the_trainings_device_whatever_the_index_loses(
-    done: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    before = json.loads(paths.METRICS.read_text())
+@pytest.fixture
+def lossy_index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An index that never finds the best label of a query; results are written elsewhere."""
     write_elsewhere(monkeypatch, tmp_path, "METRICS", "PLOTS", "PREDICTIONS", "REPORT")
     search = LabelIndex.search
-    load = Bundle.load
-    devices = []
 
     def lossy(
         index: LabelIndex, queries: Any, k: int, rescore: int = 0, excluded: Any = None
     ) -> Any:
-        """The best label of each query is never found."""
         scores, rows = search(index, queries, k + 1, rescore, excluded)
         return scores[:, 1:], rows[:, 1:]
+
+    monkeypatch.setattr(LabelIndex, "search", lossy)
+
+
+def test_figures_are_exact_on_the_trainings_device_whatever_the_index_loses(
+    done: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    before = json.loads(paths.METRICS.read_text())
+    request.getfixturevalue("lossy_index")
+    load = Bundle.load
+    devices = []
 
     def loaded(path: Path, **given: Any) -> Bundle:
         devices.append(given["device"])
         return load(path, **given | {"device": "cpu"})
 
-    monkeypatch.setattr(LabelIndex, "search", lossy)
     monkeypatch.setattr(Bundle, "load", loaded)
     monkeypatch.setattr(
         "unidec.pipeline.evaluation.choose_device", lambda device: f"that of {device}"
@@ -448,6 +455,26 @@ def test_figures_are_exact_on_the_trainings_device_whatever_the_index_loses(
     assert after["de"] == before["de"]
     assert after["index"]["lost/P@1"] > 2 > abs(before["index"]["lost/P@1"])
     assert after["index"]["recall@10"] < 95 < before["index"]["recall@10"]
+
+
+def test_too_many_pairs_for_an_exact_search_are_ranked_by_the_index(
+    done: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    before = json.loads(paths.METRICS.read_text())
+    request.getfixturevalue("lossy_index")
+    pairs = before["test"]["num_queries"] * Bundle.load(paths.BUNDLE).num_labels
+    for most in (pairs, pairs - 1):
+        monkeypatch.setattr("unidec.pipeline.evaluation.MOST_PAIRS", most)
+        warnings = pipeline.evaluate(done.params()).warnings
+        after = json.loads(paths.METRICS.read_text())
+        is_exact = most == pairs
+        assert (after["test"] == before["test"]) is is_exact
+        assert (BY_INDEX in warnings) is not is_exact
+        assert ({"de", "clf"} <= after.keys()) is is_exact
+        lost = before["test"]["P@1"] - after["test"]["P@1"]
+        assert lost == pytest.approx(0 if is_exact else after["index"]["lost/P@1"])
+        assert after["index"]["lost/P@1"] > 2
+        assert after["index"]["recall@10"] < 95
 
 
 @pytest.fixture

@@ -111,27 +111,3 @@ def test_examples_are_the_largest_gains_and_losses_against_loops(with_baseline: 
             ]
             correctness = [p["correct"] for p in one["predictions"]]
             assert correctness == hits[row, :5].tolist()
-
-
-@pytest.mark.parametrize(
-    ("heads", "parts", "names"),
-    [
-        ("both", ("de", "clf"), ["both", "de", "clf"]),
-        (
-            "both",
-            ("de", "clf", "heads", "knn"),
-            ["both heads and votes", "both", "de", "clf", "knn"],
-        ),
-        ("de", (), ["de"]),
-        ("clf", ("heads", "knn"), ["classifier and votes", "clf", "knn"]),
-    ],
-)
-def test_what_is_served_is_first_and_named(
-    heads: str, parts: tuple[str, ...], names: list[str]
-) -> None:
-    result = {"test": {"P@1": 9.0}, **{name: {"P@1": float(i)} for i, name in enumerate(parts)}}
-    shown = stage._systems(result, heads)
-    assert list(shown) == names
-    assert shown[names[0]]["P@1"] == 9.0
-    if "heads" in parts:
-        assert shown[heads] == result["heads"]

@@ -45,10 +45,23 @@ from unidec.version import __version__
 
 PARTS = ("de", "clf", "heads", "knn")  # each head, their blend, the votes
 ORACLE_QUERIES = 2000  # queries for which the index is compared with exact search
+# pairs of a test query and a label that are scored on a CPU: a minute or two for each search; above
+# this, the index is searched
+MOST_PAIRS = 1 << 34
 EXAMPLES = 6  # queries with the largest gain over a baseline, and as many with the largest loss
 SHOWN = 5  # labels shown for each example
 CALIBRATED = 5  # predictions per query in the calibration plot
-WITH_VOTES = {"both": "both heads", "de": "dual encoder", "clf": "classifier"}
+SYSTEMS = {  # rows of the report, by their names in metrics.json
+    "test": "as served",
+    "heads": "without votes",
+    "de": "dual encoder alone",
+    "clf": "classifier alone",
+    "knn": "votes alone",
+}
+BY_INDEX = (
+    "The test queries and labels are too many for exact search on a CPU: labels were ranked by the "
+    "index, and each head alone was not measured. On a GPU (device: cuda) the search is exact."
+)
 Figures = dict[str, Any]
 
 
@@ -75,7 +88,7 @@ class Measured:
     """Measurements on the test split.
 
     Attributes:
-        scores, labels: [n, K], the bundle's ranking with exact search.
+        scores, labels: [n, K], the bundle's ranking.
         result: the content of metrics.json.
         tfidf: the baselines.
         compared: comparisons of the model with the baselines.
@@ -92,12 +105,12 @@ class Measured:
 
 def evaluate(params: Params) -> Evaluation:
     """Measure the bundle on the test split; its labels are ranked by exact search instead of its
-    index.
+    index, unless that would take too long (`MOST_PAIRS`).
 
-    Also measures each head alone, the loss due to the index, TF-IDF baselines built from the same
-    training split, and if training queries vote, both heads without votes and the votes alone. Runs
-    on the device `params.device`. Writes outputs/metrics.json, outputs/plots/,
-    outputs/predictions.parquet and outputs/report.html, and logs them to MLflow.
+    Also measures each head alone (by exact search only), the loss due to the index, TF-IDF
+    baselines built from the same training split, and if training queries vote, both heads without
+    votes and the votes alone. Runs on the device `params.device`. Writes outputs/metrics.json,
+    outputs/plots/, outputs/predictions.parquet and outputs/report.html, and logs them to MLflow.
     """
     measured = _measure(params)
     result = measured.result
@@ -135,10 +148,12 @@ def _measure(params: Params) -> Measured:
     precision = params.optim.precision
     ranking = Ranking.of_model(bundle.model, dataset, "test", precision, bundle.vectors)
     ranking = ranking.with_words(bundle.words)
-    ranker = ranking.ranker(bundle.ranker.heads)
+    num_pairs = len(ranking.rows) * bundle.num_labels
+    is_exact = num_pairs <= MOST_PAIRS or bundle.model.device.type != "cpu"
+    ranker = ranking.ranker(bundle.ranker.heads) if is_exact else bundle.ranker
     found = ranker.search(ranking.encoded, CANDIDATES, ranking.excluded)
     scores, labels = _ranked(bundle, ranking, found)
-    result = _figures(bundle, ranking, labels, found)
+    result = _figures(bundle, ranking, labels, found, is_exact)
     text = params.tokens.text
     weights = (ranking.propensity.inverse_L, ranking.propensity.group_L)
     tfidf = baselines.measure_baselines(dataset, text, *weights)
@@ -150,6 +165,8 @@ def _measure(params: Params) -> Measured:
     # as a list, because `dvc metrics` omits lists from its tables
     result["against_baselines"] = [asdict(one) for one in compared]
     result["warnings"] = _warnings(headline(result["test"]), dataset, text)
+    if not is_exact:
+        result["warnings"].append(BY_INDEX)
     return Measured(
         bundle=bundle,
         ranking=ranking,
@@ -206,13 +223,9 @@ def _report(
     result = measured.result
     dataset = measured.ranking.dataset
     tags = code_tags(made_with=info.params)
-    heads = bundle.model.heads
-    name = "UniDEC" if heads == "both" else heads
-    title = f"{dataset.name}: {name}"
+    title = f"{dataset.name}: recipe {params.recipe or '-'}"
     if tracker.run_name:
         title += f", run {tracker.run_name}"
-    if commit := tags.get(COMMIT_TAG):
-        title += f", commit {commit[:8]}"
     of_baselines = measured.tfidf.metrics.items()
     return ReportInput(
         title=title,
@@ -227,7 +240,7 @@ def _report(
         lineage=_lineage(bundle, dataset, tracker.run_id, tags),
         history=history,
         rounds=rounds,
-        metrics=_systems(result, heads),
+        metrics={title: result[name] for name, title in SYSTEMS.items() if name in result},
         baselines={BASELINES[name]: headline(metrics) for name, metrics in of_baselines},
         baseline_note=measured.tfidf.about,
         comparison=measured.compared,
@@ -238,24 +251,27 @@ def _report(
     )
 
 
-def _figures(bundle: Bundle, ranking: Ranking, labels: np.ndarray, found: Ranked) -> Figures:
+def _figures(
+    bundle: Bundle, ranking: Ranking, labels: np.ndarray, found: Ranked, is_exact: bool
+) -> Figures:
     """The content of metrics.json without the baselines: metrics of the bundle and of its parts,
     the index, weights and validation metrics.
 
     Args:
-        labels: int [n, K], found by exact search and ranked by the bundle.
-        found: the best labels by the heads' score, at least K of them or all, by exact search.
+        labels: int [n, K], ranked by the bundle.
+        found: the best labels by the heads' score, at least K of them or all.
+        is_exact: whether they were found by exact search.
     """
     info = bundle.info
     ranker = bundle.ranker
     result: Figures = {"test": ranking.metrics_of(labels)}
-    if bundle.model.heads == "both":
+    if bundle.model.heads == "both" and is_exact:
         for space in SINGLE_HEADS:
             result[space] = ranking.metrics(ranker.heads.alone(space))
     if ranker.voting is not None:
         result["heads"] = ranking.metrics_of(found.rows[:, :K])
         result["knn"] = ranking.metrics_of_votes(ranker.voting)
-    result["index"] = _against_exact(bundle, ranking, labels, found)
+    result["index"] = _against_exact(bundle, ranking, labels, found if is_exact else None)
     result["index"]["clf_weight"] = info.clf_weight
     result["index"]["knn_weight"] = info.knn.weight if info.knn else 0.0
     result["validation"] = info.metrics.get("validation", {})
@@ -287,25 +303,27 @@ def _ranked(
 
 
 def _against_exact(
-    bundle: Bundle, ranking: Ranking, labels: np.ndarray, found: Ranked
+    bundle: Bundle, ranking: Ranking, labels: np.ndarray, found: Ranked | None
 ) -> Figures:
     """Compare the index with exact search, on the first `ORACLE_QUERIES` queries.
 
     Args:
-        labels, found: as for `_figures`.
+        labels, found: as for `_figures`, by exact search; found None: both are searched here.
 
     Returns:
         "recall@10" and "recall@100" of the index in percent; "lost/P@1", ...: percentage points by
         which the metrics of the served labels are below those of `labels`.
     """
     first = ranking.part(slice(ORACLE_QUERIES))
-    k = min(K, bundle.num_labels)
+    if found is None:
+        ranker = ranking.ranker(bundle.ranker.heads)
+        found = ranker.search(first.encoded, CANDIDATES, first.excluded)
+        _, labels = _ranked(bundle, first, found)
     exact = found.rows[:ORACLE_QUERIES]
-    approximate = bundle.ranker.search(first.encoded, k, first.excluded).rows
+    approximate = bundle.ranker.search(first.encoded, K, first.excluded).rows
     figures = {}
     for n in (10, K):
-        if n <= k:
-            figures[f"recall@{n}"] = 100 * recall(approximate[:, :n], exact[:, :n])
+        figures[f"recall@{n}"] = 100 * recall(approximate[:, :n], exact[:, :n])
     best = first.metrics_of(labels[:ORACLE_QUERIES])
     _, served = _ranked(bundle, first)
     of_served = first.metrics_of(served)
@@ -345,20 +363,6 @@ def split_figures(result: Figures) -> dict[str, float]:
         for name in names
         if name in result.get(part, ())
     }
-
-
-def _systems(result: Figures, heads: str) -> dict[str, dict[str, float]]:
-    """Metrics by system, for the report: the served ranking, the heads without votes, each head
-    alone, the votes.
-    """
-    served = f"{WITH_VOTES[heads]} and votes" if "knn" in result else heads
-    systems = {served: result["test"]}
-    if "heads" in result:
-        systems[heads] = result["heads"]
-    for name in ("de", "clf", "knn"):
-        if name in result:
-            systems[name] = result[name]
-    return systems
 
 
 def data_card(params: Params) -> dict[str, str | int]:
