@@ -119,21 +119,6 @@ def test_pools_have_the_size_of_the_affinity_or_of_the_users_variable():
     assert sizes(**given)[1:] == ["1", "1", "2", "ACTIVE"]
 
 
-@pytest.mark.parametrize(("at_any_load", "threads"), [(False, 1), (True, 3)])
-def test_threads_that_spin_leave_a_busy_machine_unless_their_number_is_fixed(
-    monkeypatch, at_any_load, threads
-):
-    import torch
-
-    monkeypatch.setattr(cores, "_spins", lambda: True)
-    monkeypatch.setattr(cores, "num_threads", lambda: 3)
-    monkeypatch.setattr("os.getloadavg", lambda: (50.0, 50.0, 50.0))
-    before = torch.get_num_threads()
-    with cores.training_pools(at_any_load=at_any_load):
-        assert torch.get_num_threads() == threads
-    assert torch.get_num_threads() == before
-
-
 def test_a_pool_within_a_pool_has_one_thread(monkeypatch):
     def workers(_number: int) -> int:
         with cores.thread_pool() as threads:

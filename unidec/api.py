@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import numpy as np
 
-from unidec.cores import training_pools
 from unidec.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -386,6 +385,7 @@ def fit(
 def _train(params: Params, raw: RawData, folder: Path) -> Path:
     """Run the stages of the pipeline in a folder; returns the bundle."""
     import torch
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
     from unidec import pipeline
     from unidec.data.dataset import write_dataset
@@ -394,7 +394,7 @@ def _train(params: Params, raw: RawData, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with (
         _training,
-        training_pools(at_any_load=params.run.deterministic),
+        threadpool_limits(1, "blas"),
         torch.random.fork_rng(_used_devices()),
         paths.root(folder),
     ):

@@ -4,13 +4,14 @@ The pools are those of OpenMP (torch, faiss, scikit-learn), BLAS (numpy, scipy),
 own threads. Three rules: they have as many threads as there are usable cores; waiting threads
 sleep, as spinning ones take the cores that others wait for; and a pool does not start another one.
 
-`import unidec` calls `prepare`, which sets the variables that OpenMP and BLAS read when they are
-loaded, here and in child processes. Variables that the user has set are kept: OMP_NUM_THREADS is
-the size of every pool."""
+`import unidec` calls `prepare`, which sets the variables that OpenMP, BLAS and torch read when they
+are loaded, here and in child processes. Variables that the user has set are kept: OMP_NUM_THREADS
+is the size of every pool."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import re
@@ -37,7 +38,6 @@ _POOLS = (
 _WAIT = "OMP_WAIT_POLICY"
 _SIZE = "OMP_NUM_THREADS"
 _BLAS = "OPENBLAS_NUM_THREADS"
-_torch_was_first = "torch" in sys.modules  # loaded before `prepare`
 _set_here: set[str] = set()  # variables that `prepare` has set
 _had_threads = False  # of the parent, when this process was forked
 # from a process with threads: its pools have lost them, and would wait for them without end
@@ -93,11 +93,12 @@ def has_vnni(system: Path = _SYSTEM) -> bool:
 
 
 def prepare() -> None:
-    """Set the variables of OpenMP and BLAS that are not set: threads sleep while they wait, and are
-    no more than the usable cores. OpenMP reads them when it is loaded, so this runs before.
+    """Set the variables of OpenMP, BLAS and torch that are not set: threads sleep while they wait,
+    and are no more than the usable cores; large arrays have huge pages. The libraries read them
+    when they are loaded, so this runs before.
     """
     cores = usable_cores()
-    wanted = {_WAIT: "PASSIVE"}
+    wanted = {_WAIT: "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1"}  # torch's, for large arrays
     if cores < (os.cpu_count() or 1):
         wanted |= dict.fromkeys(_POOLS, os.environ.get(_SIZE, str(cores)))
     for name, value in wanted.items():
@@ -133,26 +134,14 @@ def num_threads(wanted: int = 0) -> int:
     return usable_cores()
 
 
-@contextlib.contextmanager
-def training_pools(at_any_load: bool = False) -> Iterator[None]:
-    """The sizes of loaded pools for a training, inside the block: torch has `num_threads`, BLAS
-    one.
-
-    If OpenMP was loaded before `prepare` could set its variables, its threads spin. Torch then gets
-    only as many as there are idle cores now, unless their number must not depend on the load."""
-    import torch
-    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
-
-    threads = num_threads()
-    before = torch.get_num_threads()
-    if _spins() and not at_any_load:
-        threads = max(1, min(threads, round(usable_cores() - os.getloadavg()[0])))
-    torch.set_num_threads(threads)
-    try:
-        with threadpool_limits(1, "blas"):
-            yield
-    finally:
-        torch.set_num_threads(before)
+def keep_freed_memory() -> None:
+    """Let this process keep freed memory for the next training step: getting it from the system
+    page by page takes a tenth of a step on a CPU. With other C libraries than glibc, does nothing.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-1, 1 << 28)  # M_TRIM_THRESHOLD: bytes that are kept
+        libc.mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD, the largest one: larger arrays are not kept
 
 
 @contextlib.contextmanager
@@ -162,7 +151,7 @@ def thread_pool(most: int | None = None) -> Iterator[ThreadPoolExecutor]:
     """
     from concurrent.futures import ThreadPoolExecutor
 
-    from threadpoolctl import threadpool_limits
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
     size = num_threads() if most is None else min(most, num_threads())
     torch: Any = sys.modules.get("torch")
@@ -186,13 +175,6 @@ def in_order(futures: Iterator[Future[Result]], most: int) -> Iterator[Result]:
     while begun:
         yield begun.popleft().result()
         begun.extend(islice(futures, 1))
-
-
-def _spins() -> bool:
-    """Whether waiting threads of torch spin: it was loaded before `prepare`, and the user has not
-    set the policy.
-    """
-    return _torch_was_first and _WAIT in _set_here
 
 
 def _begin_pooled() -> None:

@@ -5,7 +5,6 @@ Legend: n test queries, K labels per query.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from unidec.comparison.peers import PEERS
 from unidec.comparison.workspace import LOG, PREDICTIONS, SCORES, Comparison, Step
 from unidec.data.dataset import XMCDataset
 from unidec.data.propensity import load_propensity
-from unidec.data.storage import load_array, write_bytes_atomic, write_json
+from unidec.data.storage import load_array, write_bytes_atomic, write_file, write_json
 from unidec.errors import ArtifactError
 from unidec.evaluation.comparison_page import Cell, ComparisonInput, Run, Task, write_comparison
 from unidec.evaluation.metrics import QueryParts, by_query, truth_of
@@ -378,9 +377,8 @@ def _write_scores(path: Path, parts: QueryParts) -> None:
     for metric, (above_N, below_N) in parts.items():
         arrays[f"{metric}/above"] = above_N.astype(np.float32)
         arrays[f"{metric}/below"] = below_N.astype(np.float32)
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, allow_pickle=False, **arrays)
-    write_bytes_atomic(path, buffer.getvalue())
+    with write_file(path) as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
 
 
 def read_scores(path: Path) -> QueryParts:

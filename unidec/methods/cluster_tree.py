@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from unidec.methods.label_clusters import cluster_of_label
 from unidec.model.additions import Drawn, HeadLoss, Shortlist
 from unidec.model.batch import Prepared
+from unidec.model.dropout import Dropout
 from unidec.model.pairs import MASKED, PoolTargets
 from unidec.model.pool import PoolSampler
 from unidec.model.unidec import UniDEC
@@ -45,7 +46,7 @@ class LabelTree(nn.Module):
         self.counts = list(counts)
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in counts)
         self.classifiers = nn.ModuleList(nn.Linear(width, count) for count in counts)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         for layer, classifier in zip(self.layers, self.classifiers, strict=True):
             nn.init.zeros_(layer.get_parameter("weight"))
             nn.init.xavier_uniform_(classifier.get_parameter("weight"))

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unidec.config import Encoder
+from unidec.model.dropout import Dropout
 from unidec.model.encoder import TokenLayers
 
 STRIDE = 4
@@ -69,7 +70,7 @@ class Inception(TokenLayers):
         nn.init.zeros_(last.bias)
         first = nn.Linear(num_channels * (num_features // self.pooled), width)
         self.bottleneck = nn.Sequential(first, nn.GELU(), last)
-        self.dropout = nn.Dropout(DROPOUT)
+        self.dropout = Dropout(DROPOUT)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Vectors [B, D] of weighted token embeddings, padded with zeros."""

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from unidec.config import Encoder
 from unidec.errors import ConfigError
 from unidec.model.dense import Dense
+from unidec.model.dropout import Dropout
 from unidec.model.packed import (
     ATTENTION,
     PACKABLE,
@@ -321,13 +322,13 @@ class TextEncoder(nn.Module):
         if settings.kind != "transformer":
             self.bag = BagEncoder(settings, num_tokens, width, token_layers)
             self.width += self.bag.width
-        self.dropout = nn.Dropout(settings.dropout)
+        self.dropout = Dropout(settings.dropout)
         if settings.residual:
             last = nn.Linear(self.width, self.width)
             nn.init.zeros_(last.weight)  # starts as the identity
             nn.init.zeros_(last.bias)
             first = nn.Linear(self.width, self.width)
-            self.residual = nn.Sequential(first, nn.GELU(), nn.Dropout(0.1), last)
+            self.residual = nn.Sequential(first, nn.GELU(), Dropout(0.1), last)
         if settings.frozen:
             self.requires_grad_(False)
             self.train()

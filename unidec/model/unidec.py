@@ -41,6 +41,7 @@ from unidec.model.arrays import (
     misfit,
 )
 from unidec.model.dense import Dense, load_dense
+from unidec.model.dropout import Dropout
 from unidec.model.encoder import (
     TextEncoder,
     empty_transformer,
@@ -134,7 +135,7 @@ class UniDEC(nn.Module):
         layers: list[nn.Module] = [nn.Identity()]
         if settings.projection:
             layers = [nn.Linear(self.encoder.width, settings.dim), *activation]
-        return nn.Sequential(*layers, nn.Dropout(settings.dropout))
+        return nn.Sequential(*layers, Dropout(settings.dropout))
 
     def _register(self, name: str, part: Part) -> None:
         """Make a part an attribute whose values are in the model's state."""

@@ -19,7 +19,7 @@ from unidec.bundle.bundle import Bundle
 from unidec.config import Params, flatten
 from unidec.data.dataset import Text, XMCDataset
 from unidec.data.propensity import training_counts
-from unidec.data.storage import read_json_lines, write_bytes_atomic, write_json
+from unidec.data.storage import read_json_lines, write_file, write_json
 from unidec.evaluation import baselines
 from unidec.evaluation.metrics import by_query
 from unidec.evaluation.page import write_page
@@ -342,9 +342,8 @@ def _write_predictions(ranking: Ranking, scores: np.ndarray, labels: np.ndarray)
         "labels": pa.ListArray.from_arrays(ends, labels[keep].astype(np.int32)),
         "scores": pa.ListArray.from_arrays(ends, scores[keep].astype(np.float32)),
     }
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table(columns), sink, compression="zstd")
-    write_bytes_atomic(paths.PREDICTIONS, sink.getvalue().to_pybytes())
+    with write_file(paths.PREDICTIONS) as file:
+        pq.write_table(pa.table(columns), file, compression="zstd")
 
 
 def split_figures(result: Figures) -> dict[str, float]:

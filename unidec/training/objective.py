@@ -23,6 +23,7 @@ from torch import Tensor
 from unidec.config import Loss
 from unidec.model.additions import Methods
 from unidec.model.batch import Prepared
+from unidec.model.dropout import dropout
 from unidec.model.full_bce import full_bce
 from unidec.model.losses import UNSCALED, loss_options, symmetric_loss
 from unidec.model.pairs import PoolTargets, one_positive
@@ -177,7 +178,7 @@ class Objective:
         model = self.model
         clf = batch.clf
         assert model.table is not None
-        own_SD = F.dropout(model.table.gather(clf.ids), model.settings.clf_dropout, model.training)
+        own_SD = dropout(model.table.gather(clf.ids), model.settings.clf_dropout, model.training)
         table_SD = self._labels(own_SD, clf.sizes, clf.targets)
         with self.autocast():
             row_SD = self.methods.rows.rows(table_SD, text_TW, batch)

@@ -18,6 +18,7 @@ import scipy.sparse as sp
 import torch
 
 from unidec.config import TrainingSettings
+from unidec.cores import keep_freed_memory
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import read_json_lines, write_bytes_atomic
 from unidec.data.tokens import TokenCache
@@ -104,6 +105,7 @@ def open_training(
     start: Start | None,
 ) -> Opened:
     """Open a training; arguments and errors as of `Trainer`."""
+    keep_freed_memory()
     ranks = place.ranks
     model = _new_model(settings, data, place)
     texts = TrainingTexts(data.tokens)
