@@ -19,6 +19,7 @@ from unidec.config import recipe_names
 from unidec.training.trainer import Trainer, TrainingData
 
 TAU = 1 / 18
+CPU_TAU = 0.03
 DEXML_TAU = 0.05
 
 
@@ -210,9 +211,9 @@ def taught(c):
                 [query @ torch.from_numpy(teacher.of_labels(label)).double() for label in labels]
             )
             p = torch.softmax(theirs[seen] / TAU, 0)
-            q = torch.softmax(score[i, seen] / TAU, 0)
+            q = torch.softmax(score[i, seen] / CPU_TAU, 0)
             divergences.append((p * (p.log() - q.log())).sum())
-    return unidec_cpu(c) + torch.stack(divergences).sum() / len(c.batch.pool.rows_B) / 2
+    return unidec_cpu(c, CPU_TAU) + torch.stack(divergences).sum() / len(c.batch.pool.rows_B) / 2
 
 
 def matryoshka(c):
@@ -254,7 +255,7 @@ FORMULAS = {
     "mixup": mixed,
     "label-mixup": unidec_v2,
     "decaf": of_classifier,
-    "unidec": unidec_cpu,
+    "unidec": lambda c: unidec_cpu(c, CPU_TAU),
     "unidec-long": unidec_cpu,
     "unidec-taught": taught,
     "unidec-matryoshka": matryoshka,
