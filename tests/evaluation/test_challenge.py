@@ -170,6 +170,8 @@ def test_margin_and_tolerance_count_to_the_point() -> None:
         and 0.5 < lost.confidence < 1
         and "worse by at most 3.50" in lost.checks[1].words
     )
+    equal = judged(ranking(half), ranking(half), truth, weight, group, RULES | {"margin": 0.0})
+    assert "worse by at most 0.00 points" in equal.checks[1].words
 
 
 def test_the_tail_alone_can_refuse() -> None:

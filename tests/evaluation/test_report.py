@@ -218,6 +218,15 @@ def test_long_lists_are_folded():
     assert "all parameters" in Page(_plain()).words
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("both", "MiniLM and a bag of tokens"), ("bag", "bag of tokens"), ("transformer", "MiniLM")],
+)
+def test_the_encoder_is_named_in_plain_words(kind, words):
+    page = Page(render(ReportInput(date="today", model="MiniLM", params={"encoder.kind": kind})))
+    assert f"\n{words} · today" in page.words
+
+
 def test_an_empty_report_is_a_page():
     page = Page(render(ReportInput()))
     assert page.open == []

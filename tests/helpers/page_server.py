@@ -43,7 +43,8 @@ class PageServer:
         refused.
         key: asked for where it is set. busy: so many requests are answered with 503. held: requests
             for "red" alone get no answer meanwhile. model: the hash that answers. fused: a fusion
-            ranks, by another score than the sum of the parts.
+            ranks, by another score than the sum of the parts. calibrated: labels have
+            probabilities.
     """
 
     def __init__(self) -> None:
@@ -54,6 +55,7 @@ class PageServer:
         self.held = False
         self.model = "1" * 64
         self.fused = False
+        self.calibrated = True
         self.marks: list[dict[str, Any]] | None = None
         routes = [
             Route("/predict", self._predict, methods=["POST"]),
@@ -75,6 +77,7 @@ class PageServer:
         self.held = False
         self.model = "1" * 64
         self.fused = False
+        self.calibrated = True
 
     def ranked(self, asked: dict[str, Any], text: str) -> list[dict[str, Any]]:
         """Labels by shared words, as the server names them; the classifier's part is negative for
@@ -98,7 +101,9 @@ class PageServer:
                 score = 0.2 * row - 3 - de  # a logit, in another order than the sums
             wanted = asked.get("allow") is None or uid in asked["allow"]
             if wanted and uid not in asked.get("deny", []) and score >= asked.get("min_score", -9):
-                likely = None if head != "both" else min(1.0, max(0.0, score / 2))
+                likely = None
+                if head == "both" and self.calibrated:
+                    likely = min(1.0, 4.0**score if self.fused else max(0.0, score / 2))
                 found.append(
                     {"uid": uid, "title": title, "score": score, "probability": likely, **label}
                 )

@@ -220,8 +220,12 @@ def test_bars_show_what_each_part_adds(tab: Any, server: Any) -> None:
             right += max(adds, 0)
 
 
-def test_where_a_fusion_ranks_the_bars_follow_its_score(tab: Any, server: Any) -> None:
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_where_a_fusion_ranks_the_bars_follow_its_probability_or_score(
+    tab: Any, server: Any, calibrated: bool
+) -> None:
     server.fused = True
+    server.calibrated = calibrated
     server.model = "3" * 64  # another card
     search(tab, server, "red boat", 10)
     labels = server.ranked({"k": 10}, "red boat")
@@ -236,7 +240,10 @@ def test_where_a_fusion_ranks_the_bars_follow_its_score(tab: Any, server: Any) -
         f"{ROWS}.map((row) => [...row.querySelectorAll('.bar i')]"
         ".map((bit) => [bit.className, parseFloat(bit.style.width)]))"
     )
-    chances = [1 / (1 + math.exp(-label["score"])) for label in labels]
+    chances = [
+        label["probability"] if calibrated else 1 / (1 + math.exp(-label["score"]))
+        for label in labels
+    ]
     for [[kind, width]], chance in zip(bars, chances, strict=True):
         assert kind == "fused"
         expected = 100 * chance / chances[0]
@@ -244,7 +251,8 @@ def test_where_a_fusion_ranks_the_bars_follow_its_score(tab: Any, server: Any) -
     assert tab.ask(
         "[...document.querySelectorAll('#legend li')].map((one) => one.textContent)"
     ) == ["learnt fusion of all parts"]
-    assert "relative to the first label" in tab.ask(
+    shown = "probability" if calibrated else "score of the learnt fusion"
+    assert f"Bar: the {shown}, relative to the best label" in tab.ask(
         "document.querySelector('#meaning').textContent"
     )
     tab.click("#head label:nth-of-type(2)")  # one head alone: its own bars

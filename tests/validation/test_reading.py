@@ -168,6 +168,8 @@ def test_a_tokenizer_that_does_not_know_the_language_fails_with_the_fix(tmp_path
             and "encoder.kind: bag" in line
         )
         assert line.endswith("validation.unknown_tokens")
+    page = (tmp_path / "v" / "index.html").read_text()
+    assert page.count('<td colspan="2">mean 50.00 %</td>') == 4  # two limits of each
     suits = tokenizer_folder(
         tmp_path / "suits", [*WORDS, "東京", *(f"日本{number}" for number in range(20))]
     )

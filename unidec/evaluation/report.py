@@ -42,7 +42,7 @@ class ReportInput:
     """The content of the report; empty parts are omitted.
 
     Attributes:
-        date: as displayed. dataset, model: one line about each.
+        date: as displayed. dataset: one line about it. model: the encoder's name.
         metrics: {"both" | "de" | "clf" | "knn" | any name: {metric: percent}}, the served system
             first; group metrics as "tail/R@10". baselines: the same. baseline_note: how they were
             built.

@@ -314,7 +314,7 @@ def _confidence(comparison: Mapping[str, Any], rules: Gate) -> Check:
     share = comparison["confidence"]
     num_queries = comparison["num_queries"]
     low, high = comparison["intervals"][rules.metric]
-    ahead = f"worse by at most {-rules.margin:.2f}"
+    ahead = f"worse by at most {-rules.margin:z.2f}"  # z: 0.00, never -0.00
     if rules.margin > 0:
         ahead = f"ahead by {rules.margin:.2f}"
     words = (

@@ -231,7 +231,7 @@ def _report(
         title=title,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         dataset=f"{dataset.name}, {params.tokens.text}",
-        model=f"{params.encoder.kind} encoder ({params.encoder.name})",
+        model=params.encoder.name,
         index={"kind": info.index_kind, "space": info.space} | result["index"],
         widths=info.card.get("widths", ()),
         fusion={"objective": params.index.objective} | info.card.get("fusion", {}),

@@ -35,14 +35,15 @@ export function scale(labels, weights) {
   return { low, high };
 }
 
-// A learnt fusion ranks by its own score, a logit, not by the sum of the parts: one bar, its share of the best label's.
-const chance = (logit) => 1 / (1 + Math.exp(-logit));
-export const fusedScale = (labels) => ({ best: Math.max(1e-9, ...labels.map(({ score }) => chance(score))) });
+// A learnt fusion ranks by its own score, a logit, not by the sum of the parts: one bar, the label's probability as a share
+// of the list's best; without calibration the logit's sigmoid takes its place.
+const chance = ({ probability, score }) => (Number.isFinite(probability) ? probability : 1 / (1 + Math.exp(-score)));
+export const fusedScale = (labels) => ({ best: Math.max(1e-9, ...labels.map(chance)) });
 
 function fusedBar(label, { best }) {
   const piece = element("i", { class: "fused" });
   piece.style.left = "0%";
-  piece.style.width = `${(100 * chance(label.score)) / best}%`;
+  piece.style.width = `${(100 * chance(label)) / best}%`;
   return element("span", { class: "bar", "aria-hidden": "true" }, piece);
 }
 
@@ -103,11 +104,12 @@ export function marks(label, relevant) {
 
 // What the figures beside a label mean.
 export function meaning(labels, fused) {
-  const figures = labels.some(({ probability }) => Number.isFinite(probability))
+  const likely = labels.some(({ probability }) => Number.isFinite(probability));
+  const figures = likely
     ? "Score: ranks the labels of a query. Percent: the probability that the label is right, measured on validation labels with such a score."
     : "Score: ranks the labels of a query; it is not a probability.";
   const bars = fused
-    ? "Bar: the score of the learnt fusion, relative to the first label; a label's parts are shown when it is opened."
+    ? `Bar: the ${likely ? "probability" : "score of the learnt fusion"}, relative to the best label; a label's parts are shown when it is opened.`
     : "Bar: what each part adds to the score.";
   return `${figures} ${bars}`;
 }
