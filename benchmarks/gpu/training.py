@@ -220,8 +220,9 @@ LAYERS = 6  # of the transformer whose operators are counted: DistilBERT's and M
 
 
 def counts(bench: Bench) -> None:
-    """Launches of a step by part, texts padded and packed; without a card, operators. They do not
-    depend on widths, and on batches only by the number of padded chunks.
+    """Launches of a step by part, texts padded and packed; without a card, operators, of which each
+    dropout has two more than on a card. They do not depend on widths, and on batches only by the
+    number of padded chunks.
     """
     encoder = str(bench.encoder(64, LAYERS))
     for recipe in ("unidec-gpu-paper", "unidec-gpu"):

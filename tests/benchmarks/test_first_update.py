@@ -468,7 +468,8 @@ def published(benchmark_module):
 
 @pytest.fixture
 def first_update(published, data, transformer, tmp_path, monkeypatch):
-    monkeypatch.setattr(F, "dropout", dropped)
+    for place in ("torch.nn.functional", "unidec.model.dropout", "unidec.training.objective"):
+        monkeypatch.setattr(f"{place}.dropout", dropped)
     return lambda rule, **changed: FirstUpdate(
         rule, published, data, transformer, tmp_path, **changed
     )

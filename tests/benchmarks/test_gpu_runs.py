@@ -74,7 +74,9 @@ def found(gpu, bench, sections):
     "section",
     ["step", "counts", "refresh", "search", "memory", "synchronisations"],
 )
-def test_a_section_runs(gpu, found, section):
+def test_a_section_runs(gpu, found, section, monkeypatch):
+    for place in ("unidec.model.dropout", "unidec.training.objective"):  # as on a card
+        monkeypatch.setattr(f"{place}.dropout", torch.nn.functional.dropout)
     figures, code = found(section)
     assert code == 0 and len(figures) > 2
     assert all(figure.section == section and figure.origin for figure in figures)
