@@ -350,6 +350,24 @@ def test_fits_in_threads_are_those_of_one_thread_and_change_nothing_of_the_proce
     )
 
 
+def test_a_fit_has_as_many_threads_as_usable_cores_even_if_torch_was_loaded_first(
+    data, monkeypatch
+):
+    during = []
+
+    def stopped(*_given, **_named):
+        during.append(torch.get_num_threads())
+        raise DataError("stopped here")
+
+    before = torch.get_num_threads()
+    monkeypatch.setattr("unidec.api.num_threads", lambda: before + 2)
+    monkeypatch.setattr("unidec.data.dataset.write_dataset", stopped)
+    with pytest.raises(DataError, match="stopped here"):
+        unidec.fit(data.queries, data.labels, data.pairs, params=data.params | SMALL)
+    assert during == [before + 2]
+    assert torch.get_num_threads() == before
+
+
 def test_a_relative_folder_is_that_of_the_working_folder(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = unidec.fit(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import numpy as np
 
+from unidec.cores import num_threads
 from unidec.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -394,7 +395,7 @@ def _train(params: Params, raw: RawData, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with (
         _training,
-        threadpool_limits(1, "blas"),
+        threadpool_limits({"openmp": num_threads(), "blas": 1}),
         torch.random.fork_rng(_used_devices()),
         paths.root(folder),
     ):
