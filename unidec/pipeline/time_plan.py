@@ -1,0 +1,88 @@
+"""Time of a run at scale, on one machine or several (`unidec plan --machines`).
+
+Each stage was measured with 10^5, 10^6 and 10^7 queries and as many labels, on two cores, with both
+heads alone and one epoch (benchmarks/results/scale.md). Seconds a row are interpolated by the
+number of labels, on logarithmic axes; beyond 10^7 their growth from 10^6 continues, except for
+steps, whose pools of labels keep their size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from unidec.pipeline.data_sizes import Sizes
+
+Rows = Literal["queries", "labels", "texts"]
+MEASURED = (10**5, 10**6, 10**7)  # queries, and as many labels
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage.
+
+    Attributes:
+        rows: what it processes. seconds: measured at the `MEASURED` sizes.
+        divided: several machines divide it. grows: a row takes longer with more labels.
+    """
+
+    name: str
+    rows: Rows
+    seconds: tuple[float, float, float]
+    divided: bool = False
+    grows: bool = True
+
+
+STAGES = (
+    Stage("ingest", "texts", (1.9, 6.5, 102.5)),
+    Stage("validate", "texts", (8.4, 18.3, 298.1)),
+    Stage("tokens", "texts", (3.4, 27.5, 342.0)),
+    Stage("encode queries", "queries", (0.5, 5.1, 69), divided=True),
+    Stage("encode labels", "labels", (0.4, 4.5, 55), divided=True),
+    Stage("cluster", "queries", (0.8, 13, 212), divided=True),
+    Stage("mine", "queries", (33, 77, 1513), divided=True),
+    Stage("steps of an epoch", "queries", (17, 166, 2790), divided=True, grows=False),
+    Stage("index", "labels", (16.4, 68.3, 1309.9)),
+    Stage("predict all queries", "queries", (25, 270, 11440), divided=True),
+)
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """The estimated time of a stage: hours until it ends, and hours of all machines together."""
+
+    name: str
+    machines: int
+    hours: float
+    machine_hours: float
+
+
+def plan_time(sizes: Sizes, machines: int) -> list[StageTime]:
+    """Estimate the time of each stage. `machines`: a number from 1."""
+    num_rows = {
+        "queries": sizes.num_train,
+        "labels": sizes.num_labels,
+        "texts": sizes.num_queries + sizes.num_labels,
+    }
+    times = []
+    for stage in STAGES:
+        used = machines if stage.divided else 1
+        machine_hours = num_rows[stage.rows] * seconds_a_row(stage, sizes.num_labels) / 3600
+        times.append(StageTime(stage.name, used, machine_hours / used, machine_hours))
+    return times
+
+
+def seconds_a_row(stage: Stage, num_labels: int) -> float:
+    """Seconds that a stage takes for one of its rows, by the number of labels."""
+    measured_rows = np.array(MEASURED) * (2 if stage.rows == "texts" else 1)
+    log_labels = np.log(MEASURED)
+    log_seconds = np.log(np.array(stage.seconds) / measured_rows)
+    at = math.log(num_labels)
+    log_time = np.interp(at, log_labels, log_seconds)
+    if stage.grows and at > log_labels[-1]:
+        growth = (log_seconds[-1] - log_seconds[-2]) / (log_labels[-1] - log_labels[-2])
+        log_time += growth * (at - log_labels[-1])
+    return math.exp(log_time)
