@@ -28,6 +28,7 @@ export PREFECT_HOME ?= $(CURDIR)/.prefect
 export MLFLOW_DISABLE_TELEMETRY := true
 export DVC_NO_ANALYTICS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
+export ORT_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 export OMP_WAIT_POLICY ?= PASSIVE
 # some containers set it: each process would compile anew what changed since `make setup`

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -58,3 +61,18 @@ def test_a_session_has_the_threads_that_are_asked_for(product: Path, threads: in
     assert options.intra_op_num_threads == num_threads(threads)
     spinning = options.get_session_config_entry("session.intra_op.allow_spinning")
     assert spinning == "0"
+
+
+def test_onnxruntime_sends_and_stores_nothing_about_its_user(product: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    code = (
+        "import pathlib, sys; from unidec.model.onnx_session import open_session; "
+        "open_session(pathlib.Path(sys.argv[1]))"
+    )
+    places = ("ORT_DISABLE_TELEMETRY", "XDG_CACHE_HOME")
+    inherited = {name: value for name, value in os.environ.items() if name not in places}
+    subprocess.run(
+        [sys.executable, "-c", code, str(product)], env={**inherited, "HOME": str(home)}, check=True
+    )
+    assert not list(home.rglob("*onnxruntime*"))

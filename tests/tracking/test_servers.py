@@ -18,6 +18,7 @@ QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DVC_NO_ANALYTICS": "1",
+    "ORT_DISABLE_TELEMETRY": "1",
 }
 
 
@@ -174,6 +175,7 @@ def test_one_image_of_servers_with_the_pinned_versions(services):
         "all but uv itself"
     )
     assert services["prefect"]["image"] == services["mlflow"]["image"]
+    assert '-c "import torch, unidec.serving.app' in text, "the build notices what torch lacks"
 
 
 def test_whatever_starts_a_server_is_quiet_and_stays_on_this_machine():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from unidec.cores import has_vnni, num_threads
 
 # below this width, the 8-bit products of a layer are done before a second thread has woken up
 WIDE = 768
+# onnxruntime 1.32 sends events to Microsoft and writes a device id to ~/.cache, from its import on
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
 def open_session(graph: Path, threads: int = 0) -> Any:
