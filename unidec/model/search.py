@@ -8,7 +8,6 @@ each query.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
@@ -98,10 +97,8 @@ def exact_search(
     step = query_block(num_labels, block)
     tiles = range(0, num_labels, LABELS_AT_ONCE)
     blocks = range(0, len(query), step)
-    places: Iterable[tuple[int, int]] = list(itertools.product(tiles, blocks))
-    if desc is not None:
-        places = progress(places, desc=desc, unit="block")
-    for first, begin in places:
+    places = list(itertools.product(tiles, blocks))
+    for first, begin in progress(places, desc=desc, unit="block"):
         if begin == 0:
             last = first + LABELS_AT_ONCE
             tile_TD = _as_matrix(label_LD[first:last], "label", first).to(query.device)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unidec.config import Encoder
+from unidec.data.chunks import blocks
 from unidec.data.storage import MANIFEST, file_sha256, read_json, read_manifest
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model.arrays import KIND, VERSION, WEIGHTS, ModelConfig
@@ -55,9 +56,8 @@ def copy_into(targets: Mapping[str, Tensor], file: TensorFile, sources: Mapping[
         if tensor.dim() == 0:
             tensor.copy_(file.read(source))
             continue
-        for begin in range(0, len(tensor), COPY_BLOCK):
-            end = min(begin + COPY_BLOCK, len(tensor))
-            tensor[begin:end].copy_(file.read(source, begin, end))
+        for some in blocks(len(tensor), COPY_BLOCK):
+            tensor[some].copy_(file.read(source, some.start, some.stop))
 
 
 def output_settings(settings: Encoder) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unidec.data.chunks import blocks
 from unidec.errors import DataError
 from unidec.model.pool import num_clusters
 from unidec.progress import progress
@@ -144,8 +145,7 @@ def _cut(
     half_S = order_1S[0].split((len(sample_SD) + 1) // 2)
     first_D, second_D = (F.normalize(sample_SD[half].sum(0), dim=0) for half in half_S)
     score_P = np.empty(len(part_P), dtype=np.float32)
-    for begin in range(0, len(part_P), SAMPLE):
-        some = slice(begin, begin + SAMPLE)
+    for some in blocks(len(part_P), SAMPLE):
         unit_BD = _unit_vectors(vectors_ND[part_P[some]], device, part_P[some])
         score_P[some] = (unit_BD @ (first_D - second_D)).cpu().numpy()
     order_P = np.argsort(-score_P, kind="stable")
@@ -172,8 +172,7 @@ def _split(
     at_once = max(1, POINTS_AT_ONCE[device.type == "cuda"] // max(num_slots, 1))
     orders = []
     objectives = []
-    for begin in range(0, num_clusters, at_once):
-        some = slice(begin, begin + at_once)
+    for some in blocks(num_clusters, at_once):
         if num_clusters == 1:  # the first level needs no copy
             point_CMD = unit_ND.unsqueeze(0)
         else:

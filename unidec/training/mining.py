@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 
 from unidec.config import Mining
+from unidec.data.chunks import blocks
 from unidec.model.faiss_library import faiss_module
 from unidec.model.pool import row_entries
 from unidec.model.search import exact_search, labels_that_fit, query_block
+from unidec.model.search_results import best_first, recall
 from unidec.progress import progress
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.fit import Figures
@@ -131,7 +133,7 @@ def mine_hard_negatives(
         step = max(1, len(query_nD) // _COMPARED)
         rows = rows_n[::step]
         _, expected = exact(query_nD[::step], k=num_negatives, exclude=miner.excluded[rows])
-        figures["recall"] = _recall(mined_NH[rows], expected)
+        figures["recall"] = recall(mined_NH[rows], expected)
     return mined_NH, figures
 
 
@@ -163,8 +165,7 @@ class _Miner:
         sums = np.zeros(2)
         desc = f"mine hard negatives ({self.kind})"
         with progress(total=len(rows_n), desc=desc, unit="query") as bar:
-            for begin in range(0, len(rows_n), at_once):
-                some = slice(begin, begin + at_once)
+            for some in blocks(len(rows_n), at_once):
                 score_BH, label_BH = self._nearest(query_nD[some], rows_n[some])
                 mined_nH[some] = label_BH
                 scores = score_BH[label_BH >= 0]
@@ -177,10 +178,7 @@ class _Miner:
         num = self.num_negatives
         excluded = self.excluded[rows_B]
         score_BK, label_BK = self.search(query_BD, k=num + _SPARE, exclude=excluded)
-        order_BK = np.lexsort((label_BK, -score_BK), axis=1)
-        best_BH = order_BK[:, :num]
-        score_BH = np.take_along_axis(score_BK, best_BH, axis=1)
-        return score_BH, np.take_along_axis(label_BK, best_BH, axis=1)
+        return best_first(score_BK, label_BK, num)
 
 
 def faiss_search(label: Tensor) -> Search:
@@ -207,8 +205,8 @@ def faiss_search(label: Tensor) -> Search:
     step = max(1, num_labels // (_TRAINING_LABELS * num_lists)) if is_half else 1
     with progress(total=num_labels, desc="faiss index of the labels", unit="label") as bar:
         index.train(np.ascontiguousarray(label_LD[::step], np.float32))
-        for begin in range(0, num_labels, _ADDED):
-            some_LD = np.ascontiguousarray(label_LD[begin : begin + _ADDED], np.float32)
+        for some in blocks(num_labels, _ADDED):
+            some_LD = np.ascontiguousarray(label_LD[some], np.float32)
             index.add(some_LD)
             bar.update(len(some_LD))
 
@@ -227,14 +225,6 @@ def faiss_search(label: Tensor) -> Search:
         return score, nearest
 
     return search
-
-
-def _recall(found_NH: np.ndarray, expected_NH: np.ndarray) -> float:
-    """Share of the expected labels that were found; -1 is none."""
-    is_label = expected_NH >= 0
-    is_same = found_NH[:, :, None] == expected_NH[:, None]
-    is_found = is_same.any(1) & is_label
-    return float(is_found.sum() / max(is_label.sum(), 1))
 
 
 def _pattern(matrix: sp.csr_matrix) -> sp.csr_matrix:
