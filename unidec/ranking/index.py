@@ -53,9 +53,9 @@ _FIRST_MORE = 32  # additional labels searched at first if labels are excluded
 
 
 @contextlib.contextmanager
-def faiss_threads(threads: int, faiss: Any = None) -> Iterator[None]:
+def faiss_threads(threads: int) -> Iterator[None]:
     """Sets the number of threads for faiss calls from this thread; 0 keeps faiss's default."""
-    faiss = faiss or faiss_module()
+    faiss = faiss_module()
     before = faiss.omp_get_max_threads()
     if threads:
         faiss.omp_set_num_threads(num_threads(threads))
@@ -117,7 +117,6 @@ class LabelIndex:
             )
         self.spec = spec
         self.threads = 0
-        self._faiss = faiss_module()
         self.vectors = vectors if is_compressed else None
         self.stored = index
         self._data = data
@@ -274,7 +273,7 @@ class LabelIndex:
         if num == self.num_labels and self.vectors is not None:  # every label is a candidate
             every = np.broadcast_to(np.arange(num), (len(queries_BD), num))
             return np.zeros(every.shape, dtype=np.float32), every
-        with faiss_threads(self.threads, self._faiss):
+        with faiss_threads(self.threads):
             padded = _padded(queries_BD, self._index.d)
             return self._index.search(padded, num, params=self._search_params(num))
 
@@ -315,7 +314,7 @@ class LabelIndex:
         """faiss search parameters; passed with each search, because threads share the settings of
         the index.
         """
-        faiss = self._faiss
+        faiss = faiss_module()
         if self.spec.kind == "hnsw":
             return faiss.SearchParametersHNSW(efSearch=max(self.spec.search, num))
         if self.spec.kind != "ivf-pq":

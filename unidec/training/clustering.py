@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unidec.data.chunks import blocks
-from unidec.errors import DataError
 from unidec.model.pool import num_clusters
+from unidec.model.search import finite_matrix
 from unidec.progress import progress
 from unidec.training.distributed import ALONE, Ranks
 
@@ -189,20 +189,8 @@ def _unit_vectors(
     vectors_ND: np.ndarray, device: str | torch.device | None, rows_N: np.ndarray | None = None
 ) -> Tensor:
     """Vectors float32 of unit length; `rows_N`: their numbers for an error, if not 0 to N - 1."""
-    # torch shares memory with writable arrays only; a read-only memory map is copied
-    shared = torch.from_numpy(np.require(vectors_ND, requirements=["C", "W"]))
-    tensor = shared.to(device=device, dtype=torch.float32)
-    norm_N = tensor.norm(dim=1)
-    is_finite_N = torch.isfinite(norm_N)
-    if not bool(is_finite_N.all()):
-        bad = torch.nonzero(~is_finite_N).flatten()[:5].cpu().numpy()
-        rows = bad if rows_N is None else rows_N[bad]
-        raise DataError(
-            "vectors to cluster are not finite",
-            got=f"rows {rows.tolist()}",
-            fix="check the last training losses",
-        )
-    if bool(((norm_N - 1).abs() > 1e-3).any()):
+    tensor = finite_matrix(vectors_ND, "vectors to cluster", device, rows_N)
+    if bool(((tensor.norm(dim=1) - 1).abs() > 1e-3).any()):
         tensor = F.normalize(tensor, dim=1)
     return tensor
 

@@ -53,17 +53,9 @@ class Encoding:
             output_NW = self.model.encode(name, self.tokens[name], rows, self.build)
         return torch.from_numpy(output_NW).to(self.device)
 
-    def label_outputs(self, labels: np.ndarray) -> Tensor:
-        """The encoder's outputs of label texts, [n, W]."""
-        return self.outputs("labels", labels)
-
     def outputs_of(self, parts: TextParts) -> Tensor:
         """`outputs` of texts of several sources."""
         return torch.cat([self.outputs(name, rows) for name, _, rows in parts])
-
-    def vectors(self, name: str, rows: np.ndarray, folder: Path | None = None) -> np.ndarray:
-        """`vectors_of` texts of one source."""
-        return self.vectors_of([(name, self.tokens[name], rows)], folder)
 
     def vectors_of(self, parts: TextParts, folder: Path | None = None) -> np.ndarray:
         """Vectors [n, D] of texts of several sources, from the dual encoder or, if the model lacks
@@ -83,10 +75,10 @@ class Encoding:
         else:
             out_ND = np.empty(shape, dtype=np.float32)
         begin = 0
-        for name, _, rows in parts:
+        for name, tokens, rows in parts:
             end = begin + len(rows)
             desc = f"encode {name}"
-            given = (name, self.tokens[name], rows, self.build)
+            given = (name, tokens, rows, self.build)
             with self.autocast():
                 self.model.vectors(*given, desc=desc, only=head, into=out_ND[begin:end])
             begin = end

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -109,19 +108,25 @@ def mine_hard_negatives(
     # blocks are the same for any number of ranks: the bits of scores depend on a block's size
     block = query_block(num_labels, BLOCK)
     exact: Search = partial(exact_search, label_LD=label, block=block, device=device)
-    miner = _Miner(
-        kind="faiss" if approximate else "exact",
-        search=faiss_search(label) if approximate else exact,
-        excluded=_pattern(relevance) + _pattern(filter_pairs),
-        num_negatives=num_negatives,
-    )
-    own = _own_blocks(len(query_nD), block, ranks)
-    own_mined, own_sums = miner.mine(query_nD[own], rows_n[own], _BLOCKS * block)
-    num_rows = relevance.shape[0]
-    mined_NH = np.full((num_rows, num_negatives), -1, dtype=np.int32)
-    mined_NH[rows_n] = ranks.gather_array(own_mined)
-    sums = ranks.gather_array(own_sums[None]).sum(0)
-    score_sum, num_mined = sums.tolist()
+    search = faiss_search(label) if approximate else exact
+    excluded = _pattern(relevance) + _pattern(filter_pairs)
+    first, end = ranks.part(-(-len(query_nD) // block))  # each rank mines whole blocks
+    own_n = rows_n[first * block : end * block]
+    own_nD = query_nD[first * block : end * block]
+    mined_nH = np.empty((len(own_n), num_negatives), dtype=np.int32)
+    own_sums = np.zeros((1, 2))
+    desc = f"mine hard negatives ({'faiss' if approximate else 'exact'})"
+    with progress(total=len(own_n), desc=desc, unit="query") as bar:
+        for some in blocks(len(own_n), _BLOCKS * block):
+            found = search(own_nD[some], k=num_negatives + _SPARE, exclude=excluded[own_n[some]])
+            score_BH, label_BH = best_first(*found, num_negatives)
+            mined_nH[some] = label_BH
+            scores = score_BH[label_BH >= 0]
+            own_sums += scores.sum(dtype=np.float64), len(scores)
+            bar.update(len(label_BH))
+    mined_NH = np.full((relevance.shape[0], num_negatives), -1, dtype=np.int32)
+    mined_NH[rows_n] = ranks.gather_array(mined_nH)
+    score_sum, num_mined = ranks.gather_array(own_sums).sum(0).tolist()
     figures = {
         "queries": len(query_nD),
         "negative_score": score_sum / max(num_mined, 1),
@@ -132,53 +137,9 @@ def mine_hard_negatives(
     if approximate:
         step = max(1, len(query_nD) // _COMPARED)
         rows = rows_n[::step]
-        _, expected = exact(query_nD[::step], k=num_negatives, exclude=miner.excluded[rows])
+        _, expected = exact(query_nD[::step], k=num_negatives, exclude=excluded[rows])
         figures["recall"] = recall(mined_NH[rows], expected)
     return mined_NH, figures
-
-
-def _own_blocks(num_queries: int, block: int, ranks: Ranks) -> slice:
-    """The queries that this rank mines: whole blocks."""
-    num_blocks = -(-num_queries // block)
-    first, end = ranks.part(num_blocks)
-    return slice(first * block, end * block)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Miner:
-    """Searches the hard negatives of queries.
-
-    Attributes:
-        kind: of search, as displayed. excluded: csr [N, L], pairs that are not negatives.
-    """
-
-    kind: str
-    search: Search
-    excluded: sp.csr_matrix
-    num_negatives: int
-
-    def mine(
-        self, query_nD: np.ndarray, rows_n: np.ndarray, at_once: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Negatives, int32 [n, H]; and the sum of their scores, and their number."""
-        mined_nH = np.empty((len(rows_n), self.num_negatives), dtype=np.int32)
-        sums = np.zeros(2)
-        desc = f"mine hard negatives ({self.kind})"
-        with progress(total=len(rows_n), desc=desc, unit="query") as bar:
-            for some in blocks(len(rows_n), at_once):
-                score_BH, label_BH = self._nearest(query_nD[some], rows_n[some])
-                mined_nH[some] = label_BH
-                scores = score_BH[label_BH >= 0]
-                sums += scores.sum(dtype=np.float64), len(scores)
-                bar.update(len(label_BH))
-        return mined_nH, sums
-
-    def _nearest(self, query_BD: np.ndarray, rows_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Scores and labels of the negatives, best first, lower ids first among equal scores."""
-        num = self.num_negatives
-        excluded = self.excluded[rows_B]
-        score_BK, label_BK = self.search(query_BD, k=num + _SPARE, exclude=excluded)
-        return best_first(score_BK, label_BK, num)
 
 
 def faiss_search(label: Tensor) -> Search:

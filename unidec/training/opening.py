@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def open_training(
     else:
         _start_rows(settings, encoding, data, rows, start)
         if size := settings.model.labels_a_cluster:
-            label_LD = encoding.vectors("labels", np.arange(data.dataset.num_labels))
+            label_LD = encoding.vectors_of(texts.of_labels(np.arange(model.num_labels)))
             cluster_labels(model, label_LD, size, settings.seed, ranks)
     state = checkpoint.state if checkpoint is not None else {}
     if ranks.is_first:
@@ -292,12 +293,12 @@ def _start_rows(
             encoding.model,
             start,
             uids,
-            encoding.label_outputs,
+            partial(encoding.outputs, "labels"),
             keep=settings.keep,
             holds_text=rows.holds_text,
         )
     elif not rows.holds_text:  # otherwise the table starts at 0
-        start_table(encoding.model, encoding.label_outputs)
+        start_table(encoding.model, partial(encoding.outputs, "labels"))
 
 
 def _parallel(model: UniDEC, batches: Batches, ranks: Ranks) -> torch.nn.Module | None:
