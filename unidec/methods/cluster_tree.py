@@ -24,6 +24,7 @@ from unidec.data.chunks import blocks, places
 from unidec.methods.label_clusters import cluster_of_label
 from unidec.model.additions import Drawn, HeadLoss, Shortlist
 from unidec.model.batch import Prepared
+from unidec.model.dense import zero_linear
 from unidec.model.dropout import Dropout
 from unidec.model.pairs import MASKED, PoolTargets
 from unidec.model.pool import PoolSampler
@@ -45,14 +46,12 @@ class LabelTree(nn.Module):
     def __init__(self, counts: Sequence[int], width: int, dropout: float):
         super().__init__()
         self.counts = list(counts)
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in counts)
+        self.layers = nn.ModuleList(zero_linear(width) for _ in counts)
         self.classifiers = nn.ModuleList(nn.Linear(width, count) for count in counts)
         self.dropout = Dropout(dropout)
-        for layer, classifier in zip(self.layers, self.classifiers, strict=True):
-            nn.init.zeros_(layer.get_parameter("weight"))
+        for classifier in self.classifiers:
             nn.init.xavier_uniform_(classifier.get_parameter("weight"))
-            for part in (layer, classifier):
-                nn.init.zeros_(part.get_parameter("bias"))
+            nn.init.zeros_(classifier.get_parameter("bias"))
 
     def forward(
         self, x_BW: Tensor, num_kept: int = 0, positives: Sequence[tuple[Tensor, Tensor]] = ()

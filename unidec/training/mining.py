@@ -103,8 +103,8 @@ def mine_hard_negatives(
     num_labels, width = label.shape
     if num_labels <= labels_that_fit(torch.device(device), width):
         label = label.to(device)
-    fits_gpu = ranks.gather_array(np.array([label.is_cuda]))  # the ranks' GPUs may differ
-    approximate = uses_faiss(mining, num_labels, all(fits_gpu))
+    (is_large,) = ranks.any(not label.is_cuda)  # the ranks' GPUs may differ
+    approximate = uses_faiss(mining, num_labels, fits_gpu=not is_large)
     # blocks are the same for any number of ranks: the bits of scores depend on a block's size
     block = query_block(num_labels, BLOCK)
     exact: Search = partial(exact_search, label_LD=label, block=block, device=device)
