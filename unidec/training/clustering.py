@@ -70,16 +70,34 @@ def balanced_clusters(
     Raises:
         DataError: the vectors are not finite.
     """
-    num_levels = (num_clusters(len(vectors_ND), max_size) - 1).bit_length()
+    num_points, width = vectors_ND.shape
+    num_levels = (num_clusters(num_points, max_size) - 1).bit_length()
+    num_cuts = 0
     if vectors_ND.dtype == np.float16 and ranks.alone:
-        return _clusters_of_parts(vectors_ND, num_levels, seed, device)
-    unit_ND = _unit_vectors(vectors_ND, device)
-    levels = range(num_levels if ranks.is_first else 0)
-    keys = ([seed % 2**63, level] for level in progress(levels, desc="cluster", unit="level"))
-    made = _clusters_in_memory(unit_ND, keys)
-    order_N = ranks.share_array(made.order_N)
-    offsets = ranks.share_array(made.offsets)
-    return Clusters(order_N, offsets, ranks.share(made.objective))
+        part_points = max(2, PART_BYTES // (4 * width))
+        num_cuts = min(num_levels, (num_clusters(num_points, part_points) - 1).bit_length())
+    seed %= 2**63
+    parts = [np.arange(num_points)]
+    for level in progress(range(num_cuts), desc="cut into parts", unit="level"):
+        halves = []
+        for number, part_P in enumerate(parts):
+            rng = np.random.default_rng([seed, level, number])
+            halves += _cut(vectors_ND, part_P, rng, device)
+        parts = halves
+    levels = range(num_cuts, num_levels if ranks.is_first else 0)
+    sizes = []
+    total = 0.0
+    for number, part_P in enumerate(parts):
+        # without a copy of all points
+        unit_PD = _unit_vectors(vectors_ND[part_P] if num_cuts else vectors_ND, device, part_P)
+        keys = ([seed, level, number] for level in progress(levels, desc="cluster", unit="level"))
+        order_P, offsets, objective = _clusters_in_memory(unit_PD, keys)
+        part_P[:] = part_P[order_P]
+        sizes.append(np.diff(offsets))
+        total += objective * len(part_P)
+    order_N = ranks.share_array(np.concatenate(parts))
+    offsets = ranks.share_array(_offsets(np.concatenate(sizes)))
+    return Clusters(order_N, offsets, ranks.share(total / max(num_points, 1)))
 
 
 def _clusters_in_memory(unit_ND: Tensor, keys: Iterable[list[int]]) -> Clusters:
@@ -96,35 +114,6 @@ def _clusters_in_memory(unit_ND: Tensor, keys: Iterable[list[int]]) -> Clusters:
     is_filled_CM = column_M < size_C.unsqueeze(1)
     order_N = slot_CM[is_filled_CM].cpu().numpy()
     return Clusters(order_N, _offsets(size_C.cpu().numpy()), objective)
-
-
-def _clusters_of_parts(
-    vectors_ND: np.ndarray, num_levels: int, seed: int, device: str | torch.device | None
-) -> Clusters:
-    """Cut all points into parts, one level after the other, and cluster each part in memory."""
-    num_points, width = vectors_ND.shape
-    part_points = max(2, PART_BYTES // (4 * width))
-    num_cuts = min(num_levels, (num_clusters(num_points, part_points) - 1).bit_length())
-    seed %= 2**63
-    parts = [np.arange(num_points)]
-    for level in progress(range(num_cuts), desc="cut into parts", unit="level"):
-        halves = []
-        for number, part_P in enumerate(parts):
-            rng = np.random.default_rng([seed, level, number])
-            halves += _cut(vectors_ND, part_P, rng, device)
-        parts = halves
-    sizes = []
-    total = 0.0
-    later = range(num_cuts, num_levels)
-    for number, part_P in enumerate(progress(parts, desc="cluster parts", unit="part")):
-        unit_PD = _unit_vectors(vectors_ND[part_P], device, part_P)
-        keys = [[seed, level, number] for level in later]
-        order_P, offsets, objective = _clusters_in_memory(unit_PD, keys)
-        part_P[:] = part_P[order_P]
-        sizes.append(np.diff(offsets))
-        total += objective * len(part_P)
-    offsets = _offsets(np.concatenate(sizes))
-    return Clusters(np.concatenate(parts), offsets, total / max(num_points, 1))
 
 
 def _cut(

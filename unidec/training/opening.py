@@ -259,11 +259,9 @@ def _newest(
 
 
 def _restore(checkpoint: Checkpoint, model: UniDEC, optimisers: Optimisers, run_dir: Path) -> None:
-    weights = {}
-    for key, tensor in checkpoint.dense.items():
-        owner, _, name = key.partition(".")
-        if owner == "model":
-            weights[name] = tensor
+    prefix = "model."
+    dense = checkpoint.dense.items()
+    weights = {key.removeprefix(prefix): value for key, value in dense if key.startswith(prefix)}
     rows = {name: part.tensors for name, part in checkpoint.rows.items()}
     try:
         model.load_dense_state(weights)
@@ -321,8 +319,6 @@ def _drop_later_lines(run_dir: Path, state: dict[str, Any]) -> None:
 def _keep_lines(path: Path, key: str, last: int) -> None:
     """Keep the lines whose `key` is at most `last`."""
     if path.is_file():
-        kept = ""
-        for line in read_json_lines(path):
-            if line[key] <= last:
-                kept += json.dumps(line) + "\n"
-        write_bytes_atomic(path, kept.encode())
+        lines = read_json_lines(path)
+        kept = [json.dumps(line) + "\n" for line in lines if line[key] <= last]
+        write_bytes_atomic(path, "".join(kept).encode())

@@ -206,11 +206,9 @@ class Trainer:
         """Write a checkpoint, durable when this returns. Raises ArtifactError: it cannot be
         written.
         """
-        tables = self.model.tables()
         rows = {}
-        for name, tensors in self.optimisers.row_states().items():
-            table = tables[name]
-            rows[name] = RowPart(table.first_row, table.num_rows, tensors)
+        for name, table in self.model.tables().items():
+            rows[name] = RowPart(table.first_row, table.num_rows, table.rows())
         dense = self.optimisers.dense_state() | random_state(self.device)
         for name, tensor in self.model.dense_state().items():
             dense[f"model.{name}"] = tensor
