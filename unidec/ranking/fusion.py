@@ -277,7 +277,7 @@ class LabelEvidence:
         blend_P = de_P + self.clf_weight * clf_P
         by_words = scored.read(key_P)
         scores = [blend_P, de_P, clf_P, *by_words.score_SP]
-        features = FEATURES
+        features: tuple[str, ...] = FEATURES
         if self.by_words is not None:
             features += BY_WORDS
             scores.append(self.by_words.scores(scored.features(query_P, label_P, by_words)))

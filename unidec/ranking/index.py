@@ -171,7 +171,7 @@ class LabelIndex:
             if is_compressed:
                 _train(index, vectors)
                 add = index.add_sa_codes
-                added = _encoded(index, vectors, blocks, parts)
+                added: Iterator[npt.NDArray[Any]] = _encoded(index, vectors, blocks, parts)
             else:
                 add = index.add
                 added = (_checked_rows(vectors, rows, index.d) for rows in blocks)

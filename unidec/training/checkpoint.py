@@ -326,10 +326,10 @@ def _write_rows(folder: Path, checkpoint: Checkpoint, rank: int) -> dict[str, st
 
 
 class _Held(NamedTuple):
-    """Rows [first, first + count) of a table of `total` rows, and the file that holds them."""
+    """Rows [first, first + num) of a table of `total` rows, and the file that holds them."""
 
     first: int
-    count: int
+    num: int
     total: int
     file: TensorFile
 
@@ -364,7 +364,7 @@ def _read_rows(path: Path, name: str, parts: list[_Held], begin: int, end: int) 
     pieces = []
     position = begin
     for part in parts:
-        until = min(part.first + part.count, end)
+        until = min(part.first + part.num, end)
         if part.first <= position < until:
             pieces.append(part.file.read(name, position - part.first, until - part.first))
             position = until
