@@ -31,7 +31,7 @@ class Progress(tqdm, Generic[T]):
         self.lines = not stream.isatty()
         if self.lines:
             options |= {"mininterval": every, "miniters": 1, "delay": every, "smoothing": 0}
-        super().__init__(iterable, file=stream, dynamic_ncols=True, disable=_silent, **options)
+        super().__init__(iterable, file=stream, dynamic_ncols=True, **options)
 
     def note(self, text: str) -> None:
         """Show a short text (a loss, a file name) after the counts, from the next refresh on."""
@@ -65,7 +65,7 @@ def progress(
     iterable: Iterable[Any] | None = None,
     *,
     total: int | None = None,
-    desc: str,
+    desc: str | None,
     unit: str = "it",
     every: float = 10.0,
     stream: TextIO | None = None,
@@ -74,10 +74,11 @@ def progress(
 
     With an iterable, each item counts as one unit; without one, use the result as a context manager
     and call `.update(n)`. If the stream is not a terminal, a line is printed every `every` seconds.
+    Without `desc` nothing is shown.
     """
-    return Progress(
-        iterable, every, sys.stderr if stream is None else stream, total=total, desc=desc, unit=unit
-    )
+    stream = sys.stderr if stream is None else stream
+    is_silent = _silent or desc is None
+    return Progress(iterable, every, stream, total=total, desc=desc, unit=unit, disable=is_silent)
 
 
 def silence() -> None:

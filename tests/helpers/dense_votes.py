@@ -11,4 +11,6 @@ from unidec.ranking.word_scores import WordCosines
 def dense_votes(votes: PairScores | WordCosines) -> np.ndarray:
     """All scores, float32 [B, L]."""
     num_queries, num_labels = votes.shape
-    return votes.at(np.arange(num_queries * num_labels)).reshape(votes.shape)
+    keys = np.arange(num_queries * num_labels)
+    found = votes.at(keys) if isinstance(votes, PairScores) else votes.search(keys)[0]
+    return found.reshape(votes.shape)

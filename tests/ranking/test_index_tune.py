@@ -11,10 +11,11 @@ from helpers.tiny_bundle import write_tiny_bundle
 from unidec import cli
 from unidec.bundle.bundle import Bundle
 from unidec.config.index_spec import KINDS, IndexSpec
+from unidec.model.search_results import recall
 from unidec.ranking import index_tune
 from unidec.ranking.exact_index import ExactIndex
 from unidec.ranking.heads import as_heads
-from unidec.ranking.index import LabelIndex, recall
+from unidec.ranking.index import LabelIndex
 from unidec.ranking.index_tune import FACTORIES, default_kinds, search_settings, tune
 
 pytest.importorskip("faiss")

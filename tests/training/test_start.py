@@ -218,7 +218,7 @@ def test_a_residual_step_is_that_of_a_dense_reference(open_trainer):
 
 def test_a_residual_classifier_is_whole_wherever_it_is_looked_at(open_trainer, tmp_path):
     trainer = train_to_the_end(open_trainer(**{"model.clf_residual": True}))
-    x_LW = trainer.encoding.label_outputs(np.arange(trainer.dataset.num_labels))
+    x_LW = trainer.encoding.outputs("labels", np.arange(trainer.dataset.num_labels))
     head = trainer.model.head_clf[0]
     text_LD = F.normalize(x_LW @ head.weight.T + head.bias, dim=1).detach()
     free_LD = trainer.model.table.weight

@@ -1,4 +1,4 @@
-"""Divides texts into chunks; the texts of a chunk are padded to the same length.
+"""Divides rows into blocks, and texts into chunks that are padded to the same length.
 
 Shape legend: B texts.
 """
@@ -21,6 +21,18 @@ LONG = 512
 """If a batch has texts of more tokens, its chunks are bounded by their padding and by the cost of
 attention over `CHUNK_TEXTS` texts of this length, which is quadratic in the length.
 """
+
+
+def blocks(count: int, size: int) -> Iterator[slice]:
+    """The numbers below `count` in blocks of `size`; the last one may be smaller."""
+    for begin in range(0, count, size):
+        yield slice(begin, min(begin + size, count))
+
+
+def places(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Place of each member within its group, from 0, for groups of these sizes, in order."""
+    firsts = np.cumsum(sizes) - sizes
+    return np.arange(sizes.sum()) - np.repeat(firsts, sizes)
 
 
 def length_chunks(

@@ -20,9 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unidec.data.chunks import blocks, places
 from unidec.methods.label_clusters import cluster_of_label
 from unidec.model.additions import Drawn, HeadLoss, Shortlist
 from unidec.model.batch import Prepared
+from unidec.model.dense import zero_linear
 from unidec.model.dropout import Dropout
 from unidec.model.pairs import MASKED, PoolTargets
 from unidec.model.pool import PoolSampler
@@ -44,14 +46,12 @@ class LabelTree(nn.Module):
     def __init__(self, counts: Sequence[int], width: int, dropout: float):
         super().__init__()
         self.counts = list(counts)
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in counts)
+        self.layers = nn.ModuleList(zero_linear(width) for _ in counts)
         self.classifiers = nn.ModuleList(nn.Linear(width, count) for count in counts)
         self.dropout = Dropout(dropout)
-        for layer, classifier in zip(self.layers, self.classifiers, strict=True):
-            nn.init.zeros_(layer.get_parameter("weight"))
+        for classifier in self.classifiers:
             nn.init.xavier_uniform_(classifier.get_parameter("weight"))
-            for part in (layer, classifier):
-                nn.init.zeros_(part.get_parameter("bias"))
+            nn.init.zeros_(classifier.get_parameter("bias"))
 
     def forward(
         self, x_BW: Tensor, num_kept: int = 0, positives: Sequence[tuple[Tensor, Tensor]] = ()
@@ -154,8 +154,8 @@ class TreeLoss:
         num_positives = 0
         num_found = 0
         was_training = tree.training
-        for begin in range(0, len(rows_n), _QUERIES_AT_ONCE):
-            some = rows_n[begin : begin + _QUERIES_AT_ONCE]
+        for block in blocks(len(rows_n), _QUERIES_AT_ONCE):
+            some = rows_n[block]
             x_BW = encode(some)  # may set its model, and so the tree, to training mode again
             tree.eval()
             finest_BC = tree(x_BW, num_kept)[-1]
@@ -177,10 +177,7 @@ class TreeLoss:
 def members(cluster_L: np.ndarray, num_clusters: int) -> np.ndarray:
     """The labels of each cluster, ascending, int32 [C, M], padded with -1."""
     size_C = np.bincount(cluster_L, minlength=num_clusters)
-    first_C = np.cumsum(size_C) - size_C  # where each cluster begins in the order
     order_L = np.argsort(cluster_L, kind="stable")
-    ordered_L = cluster_L[order_L]
-    place_L = np.arange(len(order_L)) - first_C[ordered_L]  # position of a label in its cluster
     member_CM = np.full((num_clusters, size_C.max()), -1, dtype=np.int32)
-    member_CM[ordered_L, place_L] = order_L
+    member_CM[cluster_L[order_L], places(size_C)] = order_L
     return member_CM

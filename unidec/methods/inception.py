@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unidec.config import Encoder
+from unidec.model.dense import zero_linear
 from unidec.model.dropout import Dropout
 from unidec.model.encoder import TokenLayers
 
@@ -65,9 +66,7 @@ class Inception(TokenLayers):
         num_channels = len(WINDOWS) * num_tokens
         self.norms = nn.ModuleList(nn.GroupNorm(1, count) for count in (num_tokens, num_channels))
         self.pooled = min(STRIDE, num_features)
-        last = nn.Linear(width, width)
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
+        last = zero_linear(width)
         first = nn.Linear(num_channels * (num_features // self.pooled), width)
         self.bottleneck = nn.Sequential(first, nn.GELU(), last)
         self.dropout = Dropout(DROPOUT)

@@ -12,6 +12,7 @@ from typing import ClassVar
 import numpy as np
 import scipy.sparse as sp
 
+from unidec.data.chunks import places
 from unidec.methods.residual_rows import RelatedPairs
 from unidec.model.additions import Drawn
 
@@ -47,8 +48,7 @@ class QueryTexts:
         draw_E[np.isin(query_E, pool.rows_B)] = 2.0
         order = np.lexsort((draw_E, row_E))
         row_E = row_E[order]
-        first_E = np.searchsorted(row_E, row_E)  # position of the label's first query
-        place_E = np.arange(len(row_E)) - first_E
+        place_E = places(np.bincount(row_E))
         chosen_E = (place_E < self.num_drawn) & (draw_E[order] < 1)
         rows_M, text_E = np.unique(query_E[order][chosen_E], return_inverse=True)
         related = RelatedPairs.on(drawn.device, row_E[chosen_E], text_E, np.ones(len(text_E)))

@@ -8,7 +8,6 @@ width of a head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -18,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unidec.data.chunks import blocks
 from unidec.methods.gates import NAME as GATES
 from unidec.methods.gates import gated
 from unidec.model.additions import NO_ROWS, Classifier, Drawn, Rows, TextInput
@@ -159,7 +159,7 @@ class ResidualRows(Rows):
         free_LD = table.numpy()
         rows_LD = np.empty_like(free_LD)
         related_ND = None if self.related is None else self._related_vectors(self.related)
-        for own in _blocks(len(free_LD)):
+        for own in blocks(len(free_LD), START_BLOCK):
             labels = np.arange(own.start, own.stop) + table.first_row
             related_BD = None
             if self.related is not None:
@@ -175,7 +175,7 @@ class ResidualRows(Rows):
         """Vectors of all related texts, float32 [N, D]: any of them may be related to a label."""
         num_texts = related.related_LN.shape[1]
         vectors = []
-        for block in _blocks(num_texts):
+        for block in blocks(num_texts, START_BLOCK):
             rows = related.rows(np.arange(block.start, block.stop))
             vectors.append(self._text_vectors(related.source, rows).cpu())
         return torch.cat(vectors).numpy()
@@ -184,9 +184,3 @@ class ResidualRows(Rows):
         """Vectors of texts without dropout, float32 [n, D]."""
         output_BW = self.encode(source, rows).to(self.model.device)
         return self.model.text_rows(output_BW, dropout=False)
-
-
-def _blocks(count: int) -> Iterator[slice]:
-    """The numbers below `count` in blocks of `START_BLOCK`."""
-    for begin in range(0, count, START_BLOCK):
-        yield slice(begin, min(begin + START_BLOCK, count))

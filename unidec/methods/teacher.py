@@ -21,7 +21,7 @@ from torch import Tensor
 from unidec.config import Teacher
 from unidec.model.additions import Drawn
 from unidec.model.batch import Prepared
-from unidec.model.pairs import PoolTargets, loss_dtype, mask_, to_device
+from unidec.model.pairs import PoolTargets, log_shares, to_device
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,8 @@ class TeacherLoss:
 
     def loss(self, head: str, logit_BS: Tensor, targets: PoolTargets, batch: Prepared) -> Tensor:
         vectors: dict[str, Tensor] = batch.added[self.name]
-        ignored = (targets.ignored_row_F, targets.ignored_col_F)
         score_BS = vectors["queries"].float() @ vectors[head].T / self.settings.temperature
-        teacher_BS = mask_(score_BS, *ignored).log_softmax(1)
-        student_BS = mask_(logit_BS.to(loss_dtype(logit_BS)), *ignored).log_softmax(1)
+        teacher_BS = log_shares(score_BS, targets)
+        student_BS = log_shares(logit_BS, targets)
         divergence = F.kl_div(student_BS, teacher_BS, reduction="batchmean", log_target=True)
         return self.settings.weight * divergence

@@ -22,7 +22,7 @@ from torch import Tensor
 from unidec.config import Teacher
 from unidec.model.additions import Drawn
 from unidec.model.batch import Prepared
-from unidec.model.pairs import PoolTargets, loss_dtype, mask_, to_device
+from unidec.model.pairs import PoolTargets, log_shares, to_device
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,7 @@ class WordTeacherLoss:
 
     def loss(self, head: str, logit_BS: Tensor, targets: PoolTargets, batch: Prepared) -> Tensor:
         parts: Mapping[str, Tensor] = batch.added[self.name]
-        ignored = (targets.ignored_row_F, targets.ignored_col_F)
-        log_BS = mask_(logit_BS.to(loss_dtype(logit_BS)), *ignored).log_softmax(1)
+        log_BS = log_shares(logit_BS, targets)
         log_P = log_BS[parts[f"{head} query"], parts[f"{head} column"]]
         entropy = -(parts[f"{head} probability"] * log_P).sum() / len(logit_BS)
         return self.settings.weight * entropy

@@ -6,11 +6,11 @@ needs neither."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
 
 from unidec.config import Encoder, Model
 from unidec.data.storage import read_json
@@ -33,8 +33,7 @@ _TRANSFORMER = "encoder.transformer."
 _OLD = {"pooling": "mean", "query_prompt": "", "label_prompt": ""}  # of versions without the keys
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(BaseModel):
     """config.json of a trained model's folder.
 
     Attributes:
@@ -48,38 +47,29 @@ class ModelConfig:
         dense: layers after the transformer's pooling. transformer_width: width of its vectors.
     """
 
+    model_config = ConfigDict(frozen=True)
+
     folder: Path
     encoder: Encoder
-    settings: Model
+    settings: Model = Field(validation_alias="model")
     num_labels: int
     max_length: int
     params: dict[str, Any]
     unit_vectors: bool
     num_tokens: int
-    width: int
-    dense: tuple[DenseLayer, ...]
+    width: int = Field(validation_alias="encoder_width")
+    dense: tuple[DenseLayer, ...] = ()
     transformer_width: int
 
     @classmethod
     def read(cls, folder: Path) -> ModelConfig:
         """Read config.json. Raises ArtifactError: missing or invalid."""
         try:
-            config = read_json(folder / CONFIG)
-            encoder = Encoder(**{**_OLD, **config["encoder"]})
-            return cls(
-                folder=folder,
-                encoder=encoder,
-                settings=Model(**config["model"]),
-                num_labels=int(config["num_labels"]),
-                max_length=int(config["max_length"]),
-                params=config["params"],
-                unit_vectors=bool(config["unit_vectors"]),
-                num_tokens=int(config["num_tokens"]),
-                width=int(config["encoder_width"]),
-                dense=tuple(DenseLayer(**layer) for layer in config.get("dense", [])),
-                transformer_width=int(config.get("transformer_width", config["encoder_width"])),
-            )
-        except (KeyError, ValueError, TypeError, AttributeError, OSError) as error:
+            stored = read_json(folder / CONFIG)
+            config = {"transformer_width": stored["encoder_width"]} | stored
+            config |= {"folder": folder, "encoder": _OLD | stored["encoder"]}
+            return cls.model_validate(config)
+        except (KeyError, ValueError, TypeError, OSError) as error:
             raise misfit(folder, error) from error
 
     @property

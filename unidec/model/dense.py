@@ -26,6 +26,14 @@ class Dense(nn.Module):
         return self.activation(self.linear(vector_BD))
 
 
+def zero_linear(width: int) -> nn.Linear:
+    """A linear layer whose output is 0 at first; draws as many random numbers as any other."""
+    layer = nn.Linear(width, width)
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+    return layer
+
+
 def new_dense(folder: Path) -> list[Dense]:
     """The layers after the pooling of an encoder's folder, with random weights."""
     return [Dense(about) for about in read_encoder_folder(folder).dense]

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from unidec.config import Encoder
 from unidec.errors import ConfigError
-from unidec.model.dense import Dense
+from unidec.model.dense import Dense, zero_linear
 from unidec.model.dropout import Dropout
 from unidec.model.packed import (
     ATTENTION,
@@ -324,9 +324,7 @@ class TextEncoder(nn.Module):
             self.width += self.bag.width
         self.dropout = Dropout(settings.dropout)
         if settings.residual:
-            last = nn.Linear(self.width, self.width)
-            nn.init.zeros_(last.weight)  # starts as the identity
-            nn.init.zeros_(last.bias)
+            last = zero_linear(self.width)  # starts as the identity
             first = nn.Linear(self.width, self.width)
             self.residual = nn.Sequential(first, nn.GELU(), Dropout(0.1), last)
         if settings.frozen:

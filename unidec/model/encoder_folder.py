@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
 from unidec.config import Encoder
-from unidec.data.storage import read_json
 from unidec.errors import ConfigError
 from unidec.model.sources import is_static
 
@@ -54,13 +53,32 @@ class DenseLayer(BaseModel):
         path: its folder, relative to the encoder's.
     """
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
 
     in_features: Width
     out_features: Width
     bias: bool = True
-    activation: Literal["Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid"] = "Tanh"
+    activation: Annotated[
+        Literal["Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid"],
+        BeforeValidator(lambda name: str(name).rpartition(".")[2]),  # without "torch.nn."
+        Field(validation_alias="activation_function"),
+    ] = "Tanh"
     path: str = ""
+
+
+class _File(BaseModel):
+    """What is read of config.json and of sentence-transformers' files."""
+
+    architectures: list[str] | None = None
+    truncate_dim: int | None = None
+    prompts: dict[str, Any] | None = None
+    max_seq_length: int | None = None
+    do_lower_case: bool | None = None
+
+
+class _Module(BaseModel):
+    type: str
+    path: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,45 +111,40 @@ def read_encoder_folder(folder: Path) -> EncoderFolder:
     """
     if is_static(folder):
         return EncoderFolder()
-    found: dict[str, Any] = {}
-    dense = []
     file = folder / CONFIG
-    try:
-        architecture = (_read(file).get("architectures") or [""])[0]
-        if architecture.endswith("ForSequenceClassification"):
-            raise _unsupported(file, architecture, "a cross-encoder")
-        file = folder / MODULES
-        for place, module in enumerate(_read(file, [])):
-            file = folder / MODULES
-            name = _module(file, place, module, "normalizes" in found)
-            file = folder / module["path"] / CONFIG
-            if name == "Pooling":
-                found["pooling"] = _pooling(file)
-            elif name == "Dense":
-                dense.append(_dense(file, module["path"]))
-            elif name == "Normalize":
-                found["normalizes"] = True
-        file = folder / CONFIG
-        width = int(_read(file).get("truncate_dim") or 0)
-        file = folder / PROMPTS
-        about = _read(file)
-        width = int(about.get("truncate_dim") or width)
-        prompts = about.get("prompts") or {}
-        for side, names in _SIDES.items():
-            found[side] = next((prompts[name] for name in names if prompts.get(name)), "")
-        file = folder / LENGTHS
-        lengths = _read(file)
-        if lengths.get("do_lower_case") and not _lowers(folder):
-            raise _unsupported(file, "do_lower_case", "a tokenizer that keeps capitals")
-        max_length = int(lengths.get("max_seq_length") or 0)
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ConfigError(
-            "the description of the encoder is damaged",
-            where=file,
-            got=str(error)[:300],
-            fix="restore the file, or name another encoder.name",
-        ) from error
-    return EncoderFolder(dense=tuple(dense), max_length=max_length, width=width, **found)
+    config = _read(file, _File)
+    architecture = (config.architectures or [""])[0]
+    if architecture.endswith("ForSequenceClassification"):
+        raise _unsupported(file, architecture, "a cross-encoder")
+    pooling = "mean"
+    dense = []
+    normalizes = False
+    file = folder / MODULES
+    for place, module in enumerate(_read(file, list[_Module], b"[]")):
+        name = _name(file, place, module, normalizes)
+        about = folder / module.path / CONFIG
+        if name == "Pooling":
+            pooling = _pooling(about)
+        elif name == "Dense":
+            dense.append(_dense(about, module.path))
+        normalizes = name == "Normalize"
+    use = _read(folder / PROMPTS, _File)
+    prompts = use.prompts or {}
+    chosen = {}
+    for side, names in _SIDES.items():
+        chosen[side] = next((prompts[name] for name in names if prompts.get(name)), "")
+    file = folder / LENGTHS
+    lengths = _read(file, _File)
+    if lengths.do_lower_case and not _lowers(folder):
+        raise _unsupported(file, "do_lower_case", "a tokenizer that keeps capitals")
+    return EncoderFolder(
+        pooling=pooling,
+        dense=tuple(dense),
+        normalizes=normalizes,
+        max_length=lengths.max_seq_length or 0,
+        width=use.truncate_dim or config.truncate_dim or 0,
+        **chosen,
+    )
 
 
 def resolved(settings: Encoder, folder: Path) -> Encoder:
@@ -147,21 +160,21 @@ def resolved(settings: Encoder, folder: Path) -> Encoder:
     return settings.model_copy(update={key: getattr(found, key) for key in auto})
 
 
-def _module(file: Path, place: int, module: dict[str, Any], is_over: bool) -> str:
+def _name(file: Path, place: int, module: _Module, is_over: bool) -> str:
     """The name of a module, if it is allowed at this position; `is_over`: none is."""
-    kind = str(module["type"])
-    path = PurePosixPath(module["path"])
-    name = kind.rpartition(".")[2]
+    path = PurePosixPath(module.path)
+    name = module.type.rpartition(".")[2]
     may_be = name in _ORDER[min(place, 2)] and not is_over
     is_inside = not path.is_absolute() and ".." not in path.parts
-    has_root = name == "Transformer" and module["path"] != ""
-    if may_be and is_inside and not has_root and kind.startswith("sentence_transformers."):
+    has_root = name == "Transformer" and module.path != ""
+    if may_be and is_inside and not has_root and module.type.startswith("sentence_transformers."):
         return name
-    raise _unsupported(file, f"module {place}: {kind} in {str(path)!r}", _WHY.get(name, "a module"))
+    got = f"module {place}: {module.type} in {str(path)!r}"
+    raise _unsupported(file, got, _WHY.get(name, "a module"))
 
 
 def _pooling(file: Path) -> str:
-    config = _read(file)
+    config = _read(file, dict[str, Any])
     if not config.get("include_prompt", True):
         raise _unsupported(file, "include_prompt: false", "pooling without the prompt's tokens")
     chosen = config.get("pooling_mode")
@@ -177,13 +190,10 @@ def _pooling(file: Path) -> str:
 
 
 def _dense(file: Path, path: str) -> DenseLayer:
-    config = _read(file)
+    config = _read(file, dict[str, Any])
     reads = config.get("module_input_name", "sentence_embedding")
     if config.get("use_residual") or reads != "sentence_embedding":
         raise _unsupported(file, config, "a residual layer, or one of single tokens")
-    activation = str(config.get("activation_function", "Tanh"))
-    if activation.startswith("torch.nn."):
-        activation = activation.rpartition(".")[2]
     weights = file.with_name("model.safetensors")
     if not weights.is_file():
         raise ConfigError(
@@ -191,7 +201,7 @@ def _dense(file: Path, path: str) -> DenseLayer:
             where=weights,
             fix="save the model again with sentence-transformers, which writes safetensors",
         )
-    return DenseLayer(**config | {"activation": activation, "path": path})
+    return _read(file, DenseLayer).model_copy(update={"path": path})
 
 
 def _lowers(folder: Path) -> bool:
@@ -202,13 +212,22 @@ def _lowers(folder: Path) -> bool:
     return normalizer is not None and normalizer.normalize_str("A") == "a"
 
 
-def _read(file: Path, missing: Any = None) -> Any:
-    """The content of a JSON file; `missing`, or {}, if there is none."""
-    if not file.is_file():
-        return {} if missing is None else missing
-    if file.stat().st_size > MOST_BYTES:
-        raise ValueError(f"{file.stat().st_size} bytes, of at most {MOST_BYTES}")
-    return read_json(file)
+def _read(file: Path, kind: Any, missing: bytes = b"{}") -> Any:
+    """The content of a JSON file as a type; of `missing` if there is no file."""
+    try:
+        if not file.is_file():
+            return TypeAdapter(kind).validate_json(missing)
+        size = file.stat().st_size
+        if size > MOST_BYTES:
+            raise ValueError(f"{size} bytes, of at most {MOST_BYTES}")
+        return TypeAdapter(kind).validate_json(file.read_bytes())
+    except ValueError as error:
+        raise ConfigError(
+            "the description of the encoder is damaged",
+            where=file,
+            got=str(error)[:300],
+            fix="restore the file, or name another encoder.name",
+        ) from error
 
 
 def _unsupported(file: Path, got: object, what: str) -> ConfigError:

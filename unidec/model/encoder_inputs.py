@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unidec.data.chunks import GPU_CHUNK_TOKENS, LONG, length_chunks
+from unidec.data.chunks import GPU_CHUNK_TOKENS, LONG, length_chunks, places
 from unidec.data.tokens import Tokens
 from unidec.model.encoder import BagEncoder, EncoderInput, TextEncoder
 from unidec.model.packed import Packed, Padded
@@ -96,8 +96,7 @@ class InputBuilder:
             "offsets_B": offsets_B.astype(np.int64),
         }
         if bag.head:
-            place_F = np.arange(len(feature_F)) - np.repeat(offsets_B, lengths_B)
-            arrays["head_F"] = place_F < bag.head
+            arrays["head_F"] = places(lengths_B) < bag.head
         return {name: self._to(array) for name, array in arrays.items()}
 
     def _padded(self, parts: Parts) -> dict[str, Any]:
@@ -108,10 +107,10 @@ class InputBuilder:
         first = 0
         for _, texts, rows in parts:
             tokens = texts.for_transformer
-            for places in length_chunks(self.read_lengths(tokens, rows), tokens=self.chunk_tokens):
-                ids_BT, mask_BT = tokens.batch(rows[places], most)
+            for some_B in length_chunks(self.read_lengths(tokens, rows), tokens=self.chunk_tokens):
+                ids_BT, mask_BT = tokens.batch(rows[some_B], most)
                 chunks.append(Padded(self._to(ids_BT), self._to(mask_BT)))
-                order.append(places + first)
+                order.append(some_B + first)
             first += len(rows)
         if not chunks:
             return {}
@@ -127,7 +126,7 @@ class InputBuilder:
         token_F, lengths_B = joined(parts, encoder.settings.transformer_tokens)
         most = max(tokens.max_length for _, tokens, _ in parts)
         end_B = np.cumsum(lengths_B)
-        place_F = np.arange(len(token_F)) - np.repeat(end_B - lengths_B, lengths_B)
+        place_F = places(lengths_B)
         pack_B = (end_B - 1) // (GPU_CHUNK_TOKENS if encoder.recompute else PACK_TOKENS)
         chunks = []
         for pack in np.unique(pack_B):

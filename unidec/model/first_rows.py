@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unidec.data.chunks import blocks
 from unidec.model.unidec import UniDEC
 
 # rows of the table that are computed at once (a multiple of the encoder's batch size)
@@ -38,18 +39,16 @@ def start_table(model: UniDEC, label_input: Callable[[np.ndarray], Tensor] | Non
     last = first + table.own_rows
     if model.settings.clf_init == "label_embedding":
         assert label_input is not None
-        for begin in range(first, last, START_BLOCK):
-            end = min(begin + START_BLOCK, last)
-            x_BW = label_input(np.arange(begin, end))
-            table.weight[begin - first : end - first] = _label_embeddings(model, x_BW)
+        own_L = np.arange(first, last)
+        for some in blocks(len(own_L), START_BLOCK):
+            table.weight[some] = _label_embeddings(model, label_input(own_L[some]))
         return
-    for begin in range(0, table.num_rows, START_BLOCK):
-        count = min(START_BLOCK, table.num_rows - begin)
-        rows_BD = _random_rows(model, table.num_rows, count)
-        skipped = max(first - begin, 0)
-        own_BD = rows_BD[skipped : max(last - begin, 0)]
-        local = begin + skipped - first
-        table.weight[local : local + len(own_BD)] = own_BD
+    for some in blocks(table.num_rows, START_BLOCK):
+        rows_BD = _random_rows(model, table.num_rows, some.stop - some.start)
+        begin = max(some.start, first)
+        end = max(begin, min(some.stop, last))
+        own_BD = rows_BD[begin - some.start : end - some.start]
+        table.weight[begin - first : end - first] = own_BD
 
 
 def _label_embeddings(model: UniDEC, x_BW: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from unidec.data.chunks import length_chunks
+from unidec.data.chunks import blocks, length_chunks
 from unidec.data.storage import load_array, read_manifest, verify_once, write_folder
 from unidec.data.tokens import TokenCache, same_texts
 from unidec.errors import ArtifactError
@@ -183,13 +183,13 @@ class FrozenCaches:
             same_N = same_texts(tokens.for_transformer, first.for_transformer, most)
             rows = np.flatnonzero(same_N < 0)
             shared = np.flatnonzero(same_N >= 0)
-            for start in range(0, len(shared), TEXTS_AT_ONCE):
-                some = shared[start : start + TEXTS_AT_ONCE]
+            for block in blocks(len(shared), TEXTS_AT_ONCE):
+                some = shared[block]
                 values[some] = known[same_N[some]]
         build = InputBuilder(encoder, self.device, vectors)
         with progress(total=len(rows), desc=f"encode {name}, cached", unit="text") as bar:
-            for start in range(0, len(rows), TEXTS_AT_ONCE):
-                some = rows[start : start + TEXTS_AT_ONCE]
+            for block in blocks(len(rows), TEXTS_AT_ONCE):
+                some = rows[block]
                 for places in length_chunks(
                     build.read_lengths(tokens, some), tokens=build.chunk_tokens
                 ):

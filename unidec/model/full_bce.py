@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from unidec.data.chunks import blocks
 from unidec.model.pairs import Pairs, PoolTargets, entry_targets
 
 CHUNK = 8192  # labels at once
@@ -64,13 +65,13 @@ class _Sums:
             if x is not None and wanted[number]:
                 self.grads[number] = torch.zeros_like(x, dtype=query_BD.dtype)
 
-    def add_chunk(self, begin: int, end: int, active_B: Tensor) -> None:
+    def add_chunk(self, chunk: slice, active_B: Tensor) -> None:
         """Add softplus(x), a negative's loss, of some labels' entries with active queries."""
-        row_CD = self.row_LD[begin:end].to(self.query_BD.dtype)
+        row_CD = self.row_LD[chunk].to(self.query_BD.dtype)
         # under autocast the product has its type
         score_BC = (self.query_BD @ row_CD.T).to(self.query_BD.dtype)
         if self.bias_L1 is not None:
-            score_BC += self.bias_L1[begin:end].T
+            score_BC += self.bias_L1[chunk].T
         logit_BC = score_BC * self.scale
         loss_B = F.softplus(logit_BC).sum(1)
         self.loss += (loss_B * active_B).sum()
@@ -82,9 +83,9 @@ class _Sums:
         if query_BD is not None:
             query_BD += slope_BC @ row_CD
         if row_LD is not None:
-            row_LD[begin:end] = slope_BC.T @ self.query_BD
+            row_LD[chunk] = slope_BC.T @ self.query_BD
         if bias_L1 is not None:
-            bias_L1[begin:end, 0] = slope_BC.sum(0)
+            bias_L1[chunk, 0] = slope_BC.sum(0)
 
     def add_pairs(
         self, row_E: Tensor, col_E: Tensor, softplus_E: Tensor, target_E: Tensor, extra_E: Tensor
@@ -125,16 +126,15 @@ class _FullBCE(torch.autograd.Function):
         num_queries, width = query_BD.shape
         wanted = [terms.grad and need for need in ctx.needs_input_grad]
         sums = _Sums(query_BD, row_LD, bias_L1, scale, wanted)
-        for begin in range(0, len(row_LD), terms.chunk):
-            end = min(begin + terms.chunk, len(row_LD))
-            sums.add_chunk(begin, end, terms.active_B)
+        for chunk in blocks(len(row_LD), terms.chunk):
+            sums.add_chunk(chunk, terms.active_B)
         # a block of pairs takes no more memory than a chunk of labels
         block = max(1, terms.chunk * num_queries // (2 * width))
         zero = query_BD.new_zeros(())
         positive = (pairs.row_P, pairs.col_P, pairs.weight_P, terms.extra_P)
-        for row_E, col_E, target_E, extra_E in _blocks(positive, block):
+        for row_E, col_E, target_E, extra_E in _split(positive, block):
             sums.add_pairs(row_E, col_E, zero, target_E, extra_E)
-        for row_E, col_E in _blocks((pairs.row_F, pairs.col_F), block):
+        for row_E, col_E in _split((pairs.row_F, pairs.col_F), block):
             sums.add_pairs(row_E, col_E, -terms.active_B[row_E], zero, zero)
         ctx.grads = sums.grads
         return sums.loss
@@ -148,7 +148,7 @@ class _FullBCE(torch.autograd.Function):
         return *(None if x is None else x.mul_(grad) for x in grads), None
 
 
-def _blocks(arrays: Sequence[Tensor], size: int) -> zip[tuple[Tensor, ...]]:
+def _split(arrays: Sequence[Tensor], size: int) -> zip[tuple[Tensor, ...]]:
     """Arrays of the same length in blocks of at most `size`."""
     return zip(*(x.split(size) for x in arrays), strict=True)
 

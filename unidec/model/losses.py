@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from unidec.config import Loss
+from unidec.data.chunks import blocks
 from unidec.model.pairs import (
     ALL_COLUMNS,
     MASKED,
@@ -242,8 +243,7 @@ def _all_hinges(x_BS: Tensor, other_BS: Tensor, pairs: Pairs, margin: float) -> 
     s_P = x_BS[pairs.row_P, pairs.col_P]
     size = max(1, BLOCK // max(x_BS.shape[1], 1))
     total = s_P.sum() * 0
-    for begin in range(0, len(s_P), size):
-        part = slice(begin, begin + size)
+    for part in blocks(len(s_P), size):
         hinges = checkpoint(
             _hinges,
             other_BS,

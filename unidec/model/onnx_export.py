@@ -167,10 +167,7 @@ def _untraced(max_length: int, num_tokens: int) -> Inputs:
 
 def _check(path: Path, inputs: Inputs, expected: npt.NDArray[np.float32]) -> None:
     """Raise ValueError if the graph's output differs from the model's."""
-    import onnxruntime  # type: ignore[import-untyped]
-
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    (got,) = session.run(None, inputs)
+    (got,) = open_session(path).run(None, inputs)
     if not np.allclose(got, expected, rtol=TOLERANCE, atol=TOLERANCE):
         most = np.abs(got - expected).max()
         raise ValueError(f"the exported graph differs from the model by {most:.2g}")

@@ -317,6 +317,14 @@ def mask_(x_BS: Tensor, row_M: Tensor, col_M: Tensor) -> Tensor:
     return x_BS.index_put_((row_M, col_M), masked)
 
 
+def log_shares(logit_BS: Tensor, targets: PoolTargets) -> Tensor:
+    """The log softmax of each row without ignored pairs; overwrites the logits."""
+    masked_BS = mask_(
+        logit_BS.to(loss_dtype(logit_BS)), targets.ignored_row_F, targets.ignored_col_F
+    )
+    return masked_BS.log_softmax(1)
+
+
 def row_weights(weight_P: Tensor, row_P: Tensor, num_rows: int) -> Tensor:
     """Total weight of each row's positives, [B]."""
     return weight_P.new_zeros(num_rows).index_add_(0, row_P, weight_P)

@@ -16,6 +16,8 @@ from dataclasses import KW_ONLY, dataclass
 import numpy as np
 import scipy.sparse as sp
 
+from unidec.data.chunks import places
+
 _POOL = 0  # stream of random numbers; `unidec.training.sampler` has others
 
 
@@ -213,10 +215,8 @@ class PoolSampler:
         else:
             time_Q = -np.log1p(-draw_Q) / self.weight_L[label_Q]
             order_Q = np.lexsort((time_Q, row_Q))
-        first_B = np.cumsum(count_B) - count_B  # where each row begins in the order
-        rank_Q = np.arange(len(row_Q)) - first_B[row_Q]
         sampled_Q = np.zeros(len(row_Q), dtype=bool)
-        sampled_Q[order_Q[rank_Q < most]] = True
+        sampled_Q[order_Q[places(count_B) < most]] = True
         return sampled_Q
 
     def _sample_hard(

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from unidec.data.chunks import blocks
 from unidec.errors import ArtifactError
 from unidec.model.pairs import to_device
 
@@ -283,8 +284,7 @@ class RowTable(nn.Module):
         is_view = weight.dtype == torch.float32 and not weight.is_cuda
         if into is None or is_view:
             return weight.float().cpu().numpy()
-        for begin in range(0, len(weight), _ROWS_AT_ONCE):
-            some = slice(begin, begin + _ROWS_AT_ONCE)
+        for some in blocks(len(weight), _ROWS_AT_ONCE):
             into[some] = weight[some].float().cpu().numpy()
         return into
 

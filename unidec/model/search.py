@@ -8,7 +8,6 @@ each query.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
@@ -33,19 +32,28 @@ class RowSlices(Protocol):
     def __getitem__(self, rows: slice, /) -> np.ndarray | Tensor: ...
 
 
-def _as_matrix(vectors: np.ndarray | Tensor, name: str, first: int = 0) -> Tensor:
-    """The vectors in float32, which must be finite; `first`: number of the first row."""
+def finite_matrix(
+    vectors: np.ndarray | Tensor,
+    what: str,
+    device: str | torch.device | None = None,
+    rows: np.ndarray | range | None = None,
+) -> Tensor:
+    """Vectors in float32 on a device (None: where they are); raises DataError if they are not
+    finite: a NaN would rank above every score.
+
+    Args:
+        what, rows: what they are, and their numbers if not 0 to N - 1, for the error.
+    """
     if isinstance(vectors, np.ndarray):
         # torch shares memory with writable arrays only; a read-only memory map is copied
         vectors = torch.from_numpy(np.require(vectors, requirements=["C", "W"]))
-    matrix = vectors.detach().float()
-    # a NaN would rank above every score
+    matrix = vectors.detach().to(device, torch.float32)
     is_bad = ~torch.isfinite(matrix.sum(1))
     if is_bad.any():
-        rows = (first + is_bad.nonzero().flatten()[:5]).tolist()
+        bad = is_bad.nonzero().flatten()[:5].tolist()
         raise DataError(
-            f"{name} vectors are not finite",
-            got=f"rows {rows}",
+            f"{what} are not finite",
+            got=f"rows {bad if rows is None else [int(rows[row]) for row in bad]}",
             fix="check the last training losses",
         )
     return matrix
@@ -90,7 +98,7 @@ def exact_search(
     Raises:
         DataError: vectors are not finite.
     """
-    query = _as_matrix(query_ND, "query").to(device)
+    query = finite_matrix(query_ND, "query vectors", device)
     num_labels = len(label_LD)
     shape = (len(query), k)
     score_NK = query.new_full(shape, -torch.inf)
@@ -98,13 +106,13 @@ def exact_search(
     step = query_block(num_labels, block)
     tiles = range(0, num_labels, LABELS_AT_ONCE)
     blocks = range(0, len(query), step)
-    places: Iterable[tuple[int, int]] = list(itertools.product(tiles, blocks))
-    if desc is not None:
-        places = progress(places, desc=desc, unit="block")
-    for first, begin in places:
+    places = list(itertools.product(tiles, blocks))
+    for first, begin in progress(places, desc=desc, unit="block"):
         if begin == 0:
             last = first + LABELS_AT_ONCE
-            tile_TD = _as_matrix(label_LD[first:last], "label", first).to(query.device)
+            tile_TD = finite_matrix(
+                label_LD[first:last], "label vectors", query.device, range(first, num_labels)
+            )
             excluded = None if exclude is None else exclude[:, first:last]
         some = slice(begin, begin + step)
         score_BT = (query[some] @ tile_TD.T).float()

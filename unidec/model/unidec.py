@@ -10,7 +10,6 @@ identity (DPR, NGAME, DEXML). Methods of single papers add parts of their own
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import shutil
@@ -25,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unidec.config import Encoder, Model
+from unidec.data.chunks import blocks
 from unidec.data.storage import Folder, read_manifest
 from unidec.data.tensor_file import open_tensors, write_tensors
 from unidec.data.tokens import Tokens, encode_texts
@@ -293,17 +293,14 @@ class UniDEC(nn.Module):
         block = max(BLOCK_TEXTS // batch_size, 1) * batch_size
         was_training = self.training
         self.eval()
-        shown = progress(total=len(rows), desc=desc, unit="text") if desc else None
-        with shown or contextlib.nullcontext() as bar:
-            for begin in range(0, len(rows), block):
-                end = min(begin + block, len(rows))
+        with progress(total=len(rows), desc=desc, unit="text") as bar:
+            for some in blocks(len(rows), block):
                 outputs = []
-                for first in range(begin, end, batch_size):
-                    some = rows[first : min(first + batch_size, end)]
-                    outputs.append(self.encoder(build([(name, tokens, some)])).float())
-                    if bar is not None:
-                        bar.update(len(some))
-                yield slice(begin, end), torch.cat(outputs)
+                for part in blocks(some.stop - some.start, batch_size):
+                    rows_B = rows[some][part]
+                    outputs.append(self.encoder(build([(name, tokens, rows_B)])).float())
+                    bar.update(len(rows_B))
+                yield some, torch.cat(outputs)
         self.train(was_training)
 
     @torch.no_grad()

@@ -6,12 +6,12 @@ Legend: W width of the encoder, D width of a head.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unidec.config import Encoder
+from unidec.data.chunks import blocks
 from unidec.data.storage import MANIFEST, file_sha256, read_json, read_manifest
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model.arrays import KIND, VERSION, WEIGHTS, ModelConfig
@@ -29,7 +29,10 @@ _NOTES = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "arch
 # keys of section `encoder` that say where weights come from and how they train, but do not affect
 # outputs otherwise
 _TRAINING = {"name", "start", "frozen", "trainable_layers", "dropout", "bag_dropout", "lora"}
-_FIX = "set section encoder and model.dim as the start was trained with; its config.json has them"
+_FIX = (
+    "set section encoder, model.dim and model.projection as the start was trained with; its "
+    "config.json has them"
+)
 
 
 def copy_into(targets: Mapping[str, Tensor], file: TensorFile, sources: Mapping[str, str]) -> None:
@@ -55,9 +58,8 @@ def copy_into(targets: Mapping[str, Tensor], file: TensorFile, sources: Mapping[
         if tensor.dim() == 0:
             tensor.copy_(file.read(source))
             continue
-        for begin in range(0, len(tensor), COPY_BLOCK):
-            end = min(begin + COPY_BLOCK, len(tensor))
-            tensor[begin:end].copy_(file.read(source, begin, end))
+        for some in blocks(len(tensor), COPY_BLOCK):
+            tensor[some].copy_(file.read(source, some.start, some.stop))
 
 
 def output_settings(settings: Encoder) -> dict[str, Any]:
@@ -131,19 +133,14 @@ def take_start(
     differing = start_differences(
         model.encoder_settings, model.config_folder, model.tokenizer_folder, folder
     )
+    if start.settings.projection != model.settings.projection:
+        differing.append("model.projection")
     if differing:
         raise ConfigError(
             "the encoder of the model to start from differs from this model's",
             where=where,
             got=f"{folder}: differs in {', '.join(differing[:5])}",
             fix=fix,
-        )
-    if start.settings.projection != model.settings.projection:
-        raise ConfigError(
-            "model.projection differs from that of the model to start from",
-            where=where,
-            got=str(folder),
-            fix=f"model.projection: {json.dumps(start.settings.projection)}",
         )
     model.encoder.unit_vectors = start.unit_vectors
     state = model.state_dict()

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unidec.data.chunks import places
 from unidec.data.storage import read_json
 
 # first and last characters of scripts without blanks; the last planes hold rare Chinese characters
@@ -65,6 +66,29 @@ class WrittenPieces:
     size_V: Ints
 
 
+def vocabulary(file: Path) -> tuple[dict[str, int], dict[str, Any]]:
+    """All tokens of a tokenizer.json with their ids, and the file's content."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True), read_json(file)
+
+
+def word_bounds(begins_F: Bools, lengths_B: Ints) -> tuple[Ints, Ints]:
+    """Position of each word's first piece, and its number of pieces, int64 [W].
+
+    Args:
+        begins_F: pieces that begin a word, besides the first ones of texts.
+    """
+    start_W = np.flatnonzero(begins_F | (places(lengths_B) == 0))
+    return start_W, np.diff(start_W, append=len(begins_F))
+
+
+def words_of_texts(start_W: Ints, lengths_B: Ints) -> Ints:
+    """How many words begin in each text, int64 [B], given the positions of their first pieces."""
+    text_F = np.repeat(np.arange(len(lengths_B)), lengths_B)
+    return np.bincount(text_F[start_W], minlength=len(lengths_B))
+
+
 def written_pieces(tokenizer_folder: Path) -> WrittenPieces | None:
     """The spelling of the tokens; None: the tokenizer does not mark blanks before words."""
     file = tokenizer_folder / "tokenizer.json"
@@ -74,13 +98,10 @@ def written_pieces(tokenizer_folder: Path) -> WrittenPieces | None:
 
 @functools.lru_cache(maxsize=4)
 def _written_pieces(file: Path, _changed: int) -> WrittenPieces | None:
-    from tokenizers import Tokenizer
-
-    description = read_json(file)
+    vocab, description = vocabulary(file)
     blank = _blank(description)
     if blank is None:
         return None
-    vocab = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
     added_tokens = description.get("added_tokens", [])
     added = {token["content"]: token.get("special") for token in added_tokens}
     num_tokens = 1 + max(vocab.values(), default=-1)
@@ -119,26 +140,20 @@ def spelt_words(flat_F: Ints, lengths_B: Ints, pieces: WrittenPieces) -> tuple[K
     Returns:
         (hashes uint64 [W] of all texts in order, number of words of each text int64 [B]).
     """
-    num_texts = len(lengths_B)
     begins_F = pieces.begins_V[flat_F]
     begins_F[1:] |= pieces.ends_V[flat_F[:-1]]
-    first_B = np.cumsum(lengths_B) - lengths_B
-    begins_F[first_B[lengths_B > 0]] = True
-    start_W = np.flatnonzero(begins_F)
+    start_W, num_pieces_W = word_bounds(begins_F, lengths_B)
     if not len(start_W):
-        return np.zeros(0, dtype=np.uint64), np.zeros(num_texts, dtype=np.int64)
+        return np.zeros(0, dtype=np.uint64), np.zeros_like(lengths_B)
     size_F = pieces.size_V[flat_F]
     size_W = np.add.reduceat(size_F, start_W)
-    num_pieces_W = np.diff(start_W, append=len(flat_F))
     behind_F = np.repeat(np.cumsum(size_W), num_pieces_W) - np.cumsum(size_F)
     factor = np.full(size_W.max() + 1, _BASE, dtype=np.uint64)
     factor[0] = 1
     power = np.multiply.accumulate(factor)
     hash_W = np.add.reduceat(pieces.hash_V[flat_F] * power[behind_F], start_W)
-    text_F = np.repeat(np.arange(num_texts), lengths_B)
     is_written_W = size_W > 0
-    text_W = text_F[start_W[is_written_W]]
-    return hash_W[is_written_W], np.bincount(text_W, minlength=num_texts)
+    return hash_W[is_written_W], words_of_texts(start_W[is_written_W], lengths_B)
 
 
 def _blank(description: dict[str, Any]) -> str | None:

@@ -18,16 +18,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix, hstack, vstack
 
-from unidec.data.storage import read_json
+from unidec.data.chunks import blocks, places
 from unidec.data.tokens import Tokens, load_tokenizer
 from unidec.errors import ConfigError
-from unidec.model.word_pieces import spelt_words, written_pieces
+from unidec.model.word_pieces import (
+    spelt_words,
+    vocabulary,
+    word_bounds,
+    words_of_texts,
+    written_pieces,
+)
 
 PLACES = 1 << 20  # bound on a piece's position in its word
 # mark a word's first piece in SentencePiece and byte-level BPE
@@ -51,8 +57,8 @@ Texts = tuple[Ints, Ints]  # token ids and offsets, as returned by `Tokens.ragge
 
 def text_blocks(tokens: Tokens, rows: Ints) -> Iterator[Texts]:
     """The texts at some rows, at most `TEXTS_AT_ONCE` at a time; at least one block."""
-    for begin in range(0, max(len(rows), 1), TEXTS_AT_ONCE):
-        yield tokens.ragged(rows[begin : begin + TEXTS_AT_ONCE])
+    for block in blocks(max(len(rows), 1), TEXTS_AT_ONCE):
+        yield tokens.ragged(rows[block])
 
 
 def continuing_pieces(tokenizer_folder: Path, num_tokens: int) -> Bools:
@@ -61,7 +67,7 @@ def continuing_pieces(tokenizer_folder: Path, num_tokens: int) -> Bools:
     Raises:
         ConfigError: the tokenizer's pieces do not show where a word begins.
     """
-    vocab, settings = _vocabulary(tokenizer_folder)
+    vocab, settings = vocabulary(tokenizer_folder / "tokenizer.json")
     if prefix := settings["model"].get("continuing_subword_prefix"):
         continuing = [number for token, number in vocab.items() if token.startswith(prefix)]
         return _is_among(continuing, num_tokens)
@@ -75,15 +81,6 @@ def continuing_pieces(tokenizer_folder: Path, num_tokens: int) -> Bools:
             fix="encoder.bag_words: 0",
         )
     return _is_among(np.flatnonzero(~pieces.begins_V), num_tokens)
-
-
-def _vocabulary(tokenizer_folder: Path) -> tuple[dict[str, int], dict[str, Any]]:
-    """All tokens with their ids, and the content of tokenizer.json."""
-    from tokenizers import Tokenizer
-
-    file = tokenizer_folder / "tokenizer.json"
-    vocab = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
-    return vocab, read_json(file)
 
 
 def _is_among(tokens: Sequence[int] | Ints, num_tokens: int) -> Bools:
@@ -105,7 +102,7 @@ def with_words(
     Returns:
         (ids int64 [F + M], lengths int64 [B]); a word's id follows its last piece.
     """
-    start_W, pieces_W = _words(flat_F, lengths_B, continues_V)
+    start_W, pieces_W = word_bounds(~continues_V[flat_F], lengths_B)
     several_M = np.flatnonzero(pieces_W > 1)
     if not len(several_M):
         return flat_F, lengths_B
@@ -113,8 +110,7 @@ def with_words(
     hash_M = mixed(key_M) % np.uint64(num_buckets)
     bucket_M = len(continues_V) + hash_M.astype(np.int64)
     after_M = (start_W + pieces_W)[several_M]
-    text_M = np.searchsorted(np.cumsum(lengths_B), after_M - 1, side="right")
-    num_words_B = np.bincount(text_M, minlength=len(lengths_B))
+    num_words_B = words_of_texts(start_W[several_M], lengths_B)
     return np.insert(flat_F, after_M, bucket_M), lengths_B + num_words_B
 
 
@@ -130,31 +126,19 @@ def word_keys(
     Returns:
         (hashes uint64 [W] of all texts in order, number of words of each text int64 [B]).
     """
-    num_texts = len(lengths_B)
     keep_F = ~skipped_V[flat_F]
-    text_F = np.repeat(np.arange(num_texts), lengths_B)[keep_F]
+    lengths_B = words_of_texts(np.flatnonzero(keep_F), lengths_B)
     flat_F = flat_F[keep_F]
-    lengths_B = np.bincount(text_F, minlength=num_texts)
-    start_W, pieces_W = _words(flat_F, lengths_B, continues_V)
-    num_words_B = np.bincount(text_F[start_W], minlength=num_texts)
-    return mixed(_keys(flat_F, start_W, pieces_W)), num_words_B
-
-
-def _words(flat_F: Ints, lengths_B: Ints, continues_V: Bools) -> tuple[Ints, Ints]:
-    """Position of each word's first piece, and its number of pieces, int64 [W]."""
-    begins_F = ~continues_V[flat_F]
-    first_B = np.cumsum(lengths_B) - lengths_B
-    begins_F[first_B[lengths_B > 0]] = True
-    start_W = np.flatnonzero(begins_F)
-    return start_W, np.diff(start_W, append=len(flat_F))
+    start_W, pieces_W = word_bounds(~continues_V[flat_F], lengths_B)
+    return mixed(_keys(flat_F, start_W, pieces_W)), words_of_texts(start_W, lengths_B)
 
 
 def _keys(flat_F: Ints, start_W: Ints, pieces_W: Ints) -> Keys:
     """Hash of each word, uint64 [W]: the sum of hashes of (piece, position in the word), which
     depends on the order of the pieces and takes one pass for words of any length.
     """
-    place_F = np.arange(len(flat_F)) - np.repeat(start_W, pieces_W)
-    key_F = mixed(flat_F.astype(np.uint64) * np.uint64(PLACES) + place_F.astype(np.uint64))
+    place_F = places(pieces_W).astype(np.uint64)
+    key_F = mixed(flat_F.astype(np.uint64) * np.uint64(PLACES) + place_F)
     return np.add.reduceat(key_F, start_W) if len(start_W) else key_F
 
 
@@ -260,9 +244,8 @@ class WordSpace:
         if not self.head:
             return whole_BF
         length_B = np.diff(offsets)
-        place = np.arange(len(flat)) - np.repeat(offsets[:-1], length_B)
         head_offsets = np.cumsum(np.append(0, np.minimum(length_B, self.head)))
-        head_BF = self._vectors(flat[place < self.head], head_offsets)
+        head_BF = self._vectors(flat[places(length_B) < self.head], head_offsets)
         return csr_matrix(hstack([whole_BF, head_BF], format="csr"))
 
     def stacked(self, blocks: Iterable[Texts]) -> csr_matrix:
@@ -349,7 +332,7 @@ class _Counted(NamedTuple):
 def _token_kinds(tokenizer_folder: Path) -> tuple[Bools, Bools]:
     """Which tokens continue a word, and which are special and skipped: bool [V] each."""
     tokenizer = load_tokenizer(tokenizer_folder, 3)
-    vocab, settings = _vocabulary(tokenizer_folder)
+    vocab, settings = vocabulary(tokenizer_folder / "tokenizer.json")
     added = settings.get("added_tokens", [])
     prefix = settings["model"].get("continuing_subword_prefix")
     continuing: set[str] = set()  # the tokenizer does not mark continuing pieces: all are words

@@ -27,6 +27,7 @@ from unidec.evaluation.plot_tables import plots_csv, validation_records
 from unidec.evaluation.report import ReportInput, render
 from unidec.evaluation.significance import Comparison
 from unidec.metric_names import BASELINES, GROUPS, headline, of_all_labels, shown
+from unidec.model.search_results import recall
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import QUERIES_AT_ONCE, K, Ranking
 from unidec.pipeline.runs import tracker_of_model
@@ -35,7 +36,6 @@ from unidec.pipeline.start import read_start
 from unidec.progress import progress
 from unidec.ranking.fusion import CANDIDATES
 from unidec.ranking.heads import Ranked
-from unidec.ranking.index import recall
 from unidec.ranking.ranker import SINGLE_HEADS
 from unidec.text_page import markdown_table
 from unidec.tracking.provenance import COMMIT_TAG, code_tags, dvc_hash

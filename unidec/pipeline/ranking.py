@@ -86,7 +86,7 @@ class Ranking:
         are given.
         """
         from unidec.model.frozen import autocast, cached_inputs
-        from unidec.training.encoding import label_file
+        from unidec.training.encoding import label_arrays
 
         tokens = {which: paths.open_tokens(which) for which in ("queries", "labels")}
         amp = autocast_type(precision, model.device)
@@ -95,13 +95,8 @@ class Ranking:
         with autocast(model.device, amp):
             encoded = Encoded(*model.encode_queries(tokens["queries"], rows, build))
             if vectors is None:
-                label_de = None
-                if model.heads != "clf":
-                    file_LD = label_file(model, paths.RUNS)
-                    label_de = model.encode_labels(tokens["labels"], build, into=file_LD)
-                clf, bias = model.classifier_table(into=label_file(model, paths.RUNS))
-                arrays = {"de": label_de, "clf": clf, "bias": bias}
-                vectors = {name: array for name, array in arrays.items() if array is not None}
+                table = model.classifier_table
+                vectors = label_arrays(model, tokens["labels"], build, paths.RUNS, table)
         return cls(dataset, rows, encoded, vectors, model.device)
 
     def part(self, some: slice) -> Ranking:

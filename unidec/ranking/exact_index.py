@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from scipy.sparse import csr_matrix
 
+from unidec.model.search_results import best_first
 from unidec.ranking.heads import Heads
 from unidec.ranking.sparse import Floats, Rows
 
@@ -45,8 +46,4 @@ class ExactIndex:
             device=self.device,
             desc="exact search",
         )
-        order_BK = np.lexsort((rows_BK, -scores_BK), axis=1)
-        return (
-            np.take_along_axis(scores_BK, order_BK, axis=1),
-            np.take_along_axis(rows_BK, order_BK, axis=1),
-        )
+        return best_first(scores_BK, rows_BK, k)

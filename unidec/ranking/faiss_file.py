@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from unidec.data.chunks import blocks
 from unidec.errors import ArtifactError
 from unidec.model.faiss_library import faiss_module
 
@@ -112,8 +113,8 @@ def _check(index: Any, like: Any, num_vectors: int) -> None:
 
 
 def _check_finite(array: np.ndarray) -> None:
-    for start in range(0, array.size, _CHECKED_AT_ONCE):
-        if not np.isfinite(array[start : start + _CHECKED_AT_ONCE]).all():
+    for some in blocks(array.size, _CHECKED_AT_ONCE):
+        if not np.isfinite(array[some]).all():
             raise RuntimeError("numbers that are not finite")
 
 

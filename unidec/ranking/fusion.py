@@ -25,10 +25,10 @@ from functools import cached_property
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from unidec.cores import thread_pool
+from unidec.data.chunks import blocks
 from unidec.data.propensity import inverse_propensity
 from unidec.ranking.heads import Candidates, Heads, Ranked, allowed_keys, candidate_keys
 from unidec.ranking.neighbours import Neighbours
@@ -43,8 +43,6 @@ from unidec.ranking.sparse import (
     Workspace,
     add,
     compiled,
-    keep,
-    sort_kept,
 )
 from unidec.ranking.word_scores import WordScorer
 
@@ -80,9 +78,18 @@ QUERIES_AT_ONCE = 256
 # column indices of features
 _CO_OCCURRENCE = FEATURES.index("labels it comes with")
 _FREQUENCY = FEATURES.index("log frequency")
-_RANKS = FEATURES.index("log rank by the blend")
-_NUM_RANKED = 4  # number of scores, the first ones, whose rank is a feature
-_BELOW = FEATURES.index("blend below the best")
+# features of each score: itself, its difference from the best one, and its rank (or nothing)
+_OF_SCORES = (
+    ("blend", "blend below the best", "log rank by the blend"),
+    ("dual encoder", "dual encoder below the best", "log rank by the dual encoder"),
+    ("classifier", "classifier below the best", "log rank by the classifier"),
+    ("votes", "votes below the most", "log rank by votes"),
+    ("words of the label", "label words below the best", ""),
+    ("words of its queries", "query words below the best", ""),
+    BY_WORDS,
+)
+_COLUMN_OF = {name: column for column, name in enumerate(FEATURES + BY_WORDS)}
+_COLUMNS = np.array([[_COLUMN_OF.get(name, -1) for name in names] for names in _OF_SCORES])
 _BEST = FEATURES.index("best blend")
 _WORDS = FEATURES.index("log words of the query")
 LIMIT = 6.0  # standard deviations from the mean at which a feature is clipped
@@ -133,8 +140,7 @@ class Network(BaseModel):
         """Scores of pairs with the given features, float32 [P]."""
         mean_X, scale_X, linear_X, hidden_XH, bias_H, out_H = self._arrays
         out_P = np.empty(len(feature_PX), dtype=np.float32)
-        for start in range(0, len(out_P), _PAIRS_AT_ONCE):
-            block = slice(start, start + _PAIRS_AT_ONCE)
+        for block in blocks(len(out_P), _PAIRS_AT_ONCE):
             x_PX = np.clip((feature_PX[block] - mean_X) / scale_X, -LIMIT, LIMIT)
             hidden_PH = np.maximum(x_PX @ hidden_XH + bias_H, 0)
             out_P[block] = x_PX @ linear_X + hidden_PH @ out_H
@@ -203,7 +209,7 @@ class LabelEvidence:
         inverse_L = inverse_propensity(count_L, neighbours.num_queries, *propensity)
         self.log_frequency_L = np.log1p(neighbours.label_counts).astype(np.float32)
         self.log_inverse_L = np.log(inverse_L).astype(np.float32)
-        self._labels = _Labels(Csr.of(neighbours.co_occurrence), self.log_frequency_L)
+        self._co_occurrence = Csr.of(neighbours.co_occurrence)
         self._of_labels = Workspace(neighbours.num_labels)
 
     def read(
@@ -218,31 +224,21 @@ class LabelEvidence:
             excluded: int64 keys query * L + label of excluded pairs.
             allowed: the only labels to return; this does not change a label's features.
         """
-        step = QUERIES_AT_ONCE
-        if len(found_BC) <= step:
+        if len(found_BC) <= QUERIES_AT_ONCE:
             return self._read(encoded, found_BC, excluded, allowed)
 
-        def read_block(start: int) -> Evidence:
-            block = slice(start, start + step)
-            key = excluded - start * self.num_labels
-            is_here = (key >= 0) & (key < step * self.num_labels)
+        def read_block(block: slice) -> Evidence:
+            key = excluded - block.start * self.num_labels
+            is_here = (key >= 0) & (key < QUERIES_AT_ONCE * self.num_labels)
             evidence = self._read(encoded.take(block), found_BC[block], key[is_here], allowed)
-            return replace(evidence, query_P=evidence.query_P + start)
+            return replace(evidence, query_P=evidence.query_P + block.start)
 
-        starts = range(0, len(found_BC), step)
         with thread_pool() as threads:
-            parts = list(threads.map(read_block, starts))
-
-        def joined(name: str) -> npt.NDArray:
-            return np.concatenate([getattr(part, name) for part in parts])
-
-        return Evidence(
-            query_P=joined("query_P"),
-            label_P=joined("label_P"),
-            votes_P=joined("votes_P"),
-            feature_PX=joined("feature_PX"),
-            num_queries=len(found_BC),
-        )
+            parts = list(threads.map(read_block, blocks(len(found_BC), QUERIES_AT_ONCE)))
+        columns = {}
+        for name in ("query_P", "label_P", "votes_P", "feature_PX"):
+            columns[name] = np.concatenate([getattr(part, name) for part in parts])
+        return Evidence(**columns, num_queries=len(found_BC))
 
     def rank(self, fusion: Fusion, evidence: Evidence, k: int, tail: float = 0.0) -> Ranked:
         """The k best labels by a fusion, with `tail` added to its weight of the log inverse
@@ -280,17 +276,18 @@ class LabelEvidence:
         clf_P = self.clf.pair_scores(clf_BD, query_P, label_P)
         blend_P = de_P + self.clf_weight * clf_P
         by_words = scored.read(key_P)
-        score_SP = np.concatenate([np.stack([blend_P, de_P, clf_P]), by_words.score_SP])
+        scores = [blend_P, de_P, clf_P, *by_words.score_SP]
+        features: tuple[str, ...] = FEATURES
+        if self.by_words is not None:
+            features += BY_WORDS
+            scores.append(self.by_words.scores(scored.features(query_P, label_P, by_words)))
         begin_B = np.searchsorted(query_P, np.arange(num_queries + 1))
         candidates = _Candidates(begin_B, label_P, is_reference_P)
-        num_features = len(FEATURES) if self.by_words is None else len(FEATURES + BY_WORDS)
-        feature_PX = np.empty((len(key_P), num_features), dtype=np.float32)
-        work = _Work.of(self._of_labels.sums, len(key_P))
-        _fill_features(candidates, score_SP, self._labels, work, feature_PX)
+        feature_PX = np.empty((len(key_P), len(features)), dtype=np.float32)
+        sums = self._of_labels.sums
+        _fill_features(candidates, np.stack(scores), self._co_occurrence, sums, feature_PX)
+        feature_PX[:, _FREQUENCY] = self.log_frequency_L[label_P]
         feature_PX[:, _WORDS] = np.log1p(scored.num_words_B)[query_P]
-        if self.by_words is not None:
-            word_PX = scored.features(query_P, label_P, by_words)
-            _fill_by_words(candidates, self.by_words.scores(word_PX), work, feature_PX)
         is_kept_P = slice(None) if allowed is None else np.isin(label_P, allowed)
         return Evidence(
             query_P=query_P[is_kept_P],
@@ -299,13 +296,6 @@ class LabelEvidence:
             feature_PX=feature_PX[is_kept_P],
             num_queries=num_queries,
         )
-
-
-class _Labels(NamedTuple):
-    """Label data for compiled code."""
-
-    co_occurrence_LL: Csr
-    log_frequency_L: Array
 
 
 class _Candidates(NamedTuple):
@@ -318,117 +308,68 @@ class _Candidates(NamedTuple):
     is_reference_P: Array
 
 
-class _Work(NamedTuple):
-    """Buffers of compiled code: sums by label; rank and weight of each candidate; and a query's
-    reference candidates by descending score.
-    """
-
-    sums: Sums
-    rank_P: Array
-    weight_P: Array
-    sorted_P: Array
-    place_P: Array
-
-    @classmethod
-    def of(cls, sums: Sums, num_pairs: int) -> _Work:
-        numbers = np.empty((2, num_pairs), dtype=np.int64)
-        floats = np.empty((2, num_pairs), dtype=np.float32)
-        return cls(sums, numbers[0], floats[0], floats[1], numbers[1])
-
-
 @compiled
 def _fill_features(
-    candidates: _Candidates, score_SP: Array, labels: _Labels, work: _Work, feature_PX: Array
+    candidates: _Candidates, score_SP: Array, co_occurrence_LL: Csr, sums: Sums, feature_PX: Array
 ) -> None:
-    """Fill in `FEATURES`, except for "log words of the query"."""
+    """Fill in the features of the scores, and "labels it comes with"."""
     for query in range(len(candidates.begin_B) - 1):
-        begin = candidates.begin_B[query]
-        end = candidates.begin_B[query + 1]
+        pairs = slice(candidates.begin_B[query], candidates.begin_B[query + 1])
+        is_reference_C = candidates.is_reference_P[pairs]
+        feature_CX = feature_PX[pairs]
         for s in range(len(score_SP)):
-            best = _compare(candidates, query, score_SP[s], work)
-            for pair in range(begin, end):
-                feature_PX[pair, s] = score_SP[s, pair]
-                feature_PX[pair, _BELOW + s] = best - score_SP[s, pair]
-                if s < _NUM_RANKED:
-                    feature_PX[pair, _RANKS + s] = np.log1p(work.rank_P[pair])
+            score_C = score_SP[s, pairs]
+            best, rank_C = _compare(score_C, is_reference_C)
+            feature_CX[:, _COLUMNS[s, 0]] = score_C
+            feature_CX[:, _COLUMNS[s, 1]] = best - score_C
+            if _COLUMNS[s, 2] >= 0:
+                feature_CX[:, _COLUMNS[s, 2]] = np.log1p(rank_C)
             if s == 0:
-                _fill_co_occurrence(candidates, query, score_SP[s], labels, work, feature_PX)
-                for pair in range(begin, end):
-                    feature_PX[pair, _BEST] = best
-                    feature_PX[pair, _FREQUENCY] = labels.log_frequency_L[candidates.label_P[pair]]
+                feature_CX[:, _BEST] = best
+                is_likely_C = is_reference_C & (rank_C < _LIKELY)
+                weight_C = _weights(score_C - best, is_likely_C)
+                label_C = candidates.label_P[pairs]
+                mean_C = feature_CX[:, _CO_OCCURRENCE]
+                _fill_co_occurrence(label_C, weight_C, co_occurrence_LL, sums, mean_C)
 
 
 @compiled
-def _fill_by_words(candidates: _Candidates, score_P: Array, work: _Work, feature_PX: Array) -> None:
-    """Fill in `BY_WORDS`, the last features."""
-    for query in range(len(candidates.begin_B) - 1):
-        best = _compare(candidates, query, score_P, work)
-        for pair in range(candidates.begin_B[query], candidates.begin_B[query + 1]):
-            feature_PX[pair, -3] = score_P[pair]
-            feature_PX[pair, -2] = best - score_P[pair]
-            feature_PX[pair, -1] = np.log1p(work.rank_P[pair])
-
-
-@compiled
-def _compare(candidates: _Candidates, query: int, score_P: Array, work: _Work) -> Any:
-    """Compare a query's candidates with its reference candidates: sets `work.rank_P` to the number
-    of references with a larger score. Returns the largest score of a reference; 0 if there is none.
+def _compare(score_C: Array, is_reference_C: Array) -> Any:
+    """The largest score of a query's reference candidates, 0 if there is none; and for each
+    candidate the number of references with a larger score.
     """
-    pairs = range(candidates.begin_B[query], candidates.begin_B[query + 1])
-    num_references: Any = np.int64(0)
-    for pair in pairs:
-        if candidates.is_reference_P[pair]:
-            num_references = keep(score_P[pair], pair, work.sorted_P, work.place_P, num_references)
-    sort_kept(work.sorted_P, work.place_P, num_references)
-    for pair in pairs:
-        first = 0
-        last = num_references
-        while first < last:
-            middle = (first + last) // 2
-            if work.sorted_P[middle] > score_P[pair]:
-                first = middle + 1
-            else:
-                last = middle
-        work.rank_P[pair] = first
-    if num_references == 0:
-        return np.float32(0)
-    return work.sorted_P[0]
+    reference = np.sort(score_C[is_reference_C])
+    rank_C = len(reference) - np.searchsorted(reference, score_C, side="right")
+    best = reference[-1] if len(reference) else np.float32(0)
+    return best, rank_C
+
+
+@compiled
+def _weights(below_C: Array, is_likely_C: Array) -> Any:
+    """Softmax of the likely labels' blends, given their differences from the best; 0 for others."""
+    weight_C = np.zeros_like(below_C)
+    total = np.float32(0)
+    for c in range(len(below_C)):
+        if is_likely_C[c]:
+            weight_C[c] = np.exp(below_C[c] / _LIKELY_TEMPERATURE)
+            total += weight_C[c]
+    return weight_C / total
 
 
 @compiled
 def _fill_co_occurrence(
-    candidates: _Candidates,
-    query: int,
-    blend_P: Array,
-    labels: _Labels,
-    work: _Work,
-    feature_PX: Array,
+    label_C: Array, weight_C: Array, co_occurrence_LL: Csr, sums: Sums, mean_C: Array
 ) -> None:
-    """Fill in each candidate's mean co-occurrence with the query's likely labels, weighted by a
-    softmax of their blends; `work` must hold the ranks by the blend.
-    """
-    pairs = range(candidates.begin_B[query], candidates.begin_B[query + 1])
-    total = np.float32(0)
-    for pair in pairs:
-        work.weight_P[pair] = 0
-        if candidates.is_reference_P[pair] and work.rank_P[pair] < _LIKELY:
-            below = blend_P[pair] - work.sorted_P[0]
-            work.weight_P[pair] = np.exp(below / _LIKELY_TEMPERATURE)
-            total += work.weight_P[pair]
-    matrix = labels.co_occurrence_LL
+    """Each candidate's mean co-occurrence with the query's weighted labels."""
     num_reached = np.int64(0)
-    for pair in pairs:
-        if work.weight_P[pair] == 0:
-            continue
-        weight = work.weight_P[pair] / total
-        label = candidates.label_P[pair]
-        for place in range(matrix.begin[label], matrix.begin[label + 1]):
-            share = weight * matrix.value[place]
-            num_reached = add(work.sums, num_reached, matrix.column[place], share)
-    for pair in pairs:
-        label = candidates.label_P[pair]
-        feature_PX[pair, _CO_OCCURRENCE] = 0
-        if work.sums.total[label] != NOT_REACHED:
-            feature_PX[pair, _CO_OCCURRENCE] = work.sums.total[label]
+    for c in range(len(label_C)):
+        if weight_C[c] > 0:
+            label = label_C[c]
+            for place in range(co_occurrence_LL.begin[label], co_occurrence_LL.begin[label + 1]):
+                share = weight_C[c] * co_occurrence_LL.value[place]
+                num_reached = add(sums, num_reached, co_occurrence_LL.column[place], share)
+    for c in range(len(label_C)):
+        total = sums.total[label_C[c]]
+        mean_C[c] = 0 if total == NOT_REACHED else total
     for n in range(num_reached):
-        work.sums.total[work.sums.reached[n]] = NOT_REACHED
+        sums.total[sums.reached[n]] = NOT_REACHED

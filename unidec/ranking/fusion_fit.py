@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from unidec.cores import in_order, num_threads, thread_pool
+from unidec.data.chunks import blocks
 from unidec.model.losses import decoupled_softmax
 from unidec.model.pairs import Pairs
 from unidec.progress import progress
@@ -112,8 +113,8 @@ def fit_word_network(scorer: WordScorer, excluded: Rows, seed: int = 0) -> Netwo
         return None
     rows = np.sort(generator.choice(neighbours.num_queries, num, replace=False))
     truth = PairScores.of(neighbours.labels_ML[rows].sorted_indices())
-    blocks = words_of_training_queries(scorer, rows, excluded)
-    key_P, feature_PX = (np.concatenate(part) for part in zip(*blocks, strict=True))
+    read = words_of_training_queries(scorer, rows, excluded)
+    key_P, feature_PX = (np.concatenate(part) for part in zip(*read, strict=True))
     relevant_P = truth.at(key_P) > 0
     pairs = _Training.of(key_P // num_labels, feature_PX, relevant_P, num)
     network = _Network(feature_PX.shape[1], WORD_HIDDEN, seed)
@@ -138,22 +139,22 @@ def words_of_training_queries(
     neighbours = scorer.neighbours
     num_labels = neighbours.num_labels
 
-    def read(start: int) -> tuple[Rows, Floats]:
-        block = rows[start : start + QUERIES_AT_ONCE]
+    def read(some: slice) -> tuple[Rows, Floats]:
+        block = rows[some]
         scores = scorer.score(neighbours.vectors_MD[block], block)
         query_P, label_P = np.divmod(scores.candidates(), num_labels)
         training_key_P = block[query_P] * num_labels + label_P
         kept_P = ~np.isin(training_key_P, excluded)
         query_P = query_P[kept_P]
         label_P = label_P[kept_P]
-        key_P = (query_P + start) * num_labels + label_P
+        key_P = (query_P + some.start) * num_labels + label_P
         return key_P, scores.features(query_P, label_P)
 
-    starts = range(0, len(rows), QUERIES_AT_ONCE)
+    parts = list(blocks(len(rows), QUERIES_AT_ONCE))
     desc = "words of training queries"
     with thread_pool() as threads:
-        blocks = in_order((threads.submit(read, start) for start in starts), 2 * num_threads())
-        yield from progress(blocks, total=len(starts), desc=desc, unit="block")
+        read_parts = in_order((threads.submit(read, part) for part in parts), 2 * num_threads())
+        yield from progress(read_parts, total=len(parts), desc=desc, unit="block")
 
 
 class _Network(nn.Module):

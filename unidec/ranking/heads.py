@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,7 @@ from unidec.ranking.sparse import (
     Array,
     Floats,
     Rows,
+    at_places,
     compiled_reordered,
     largest_of_each,
 )
@@ -305,10 +306,7 @@ class PairScores:
         num_queries, num_labels = self.shape
         begin_B = np.searchsorted(self.key_N, num_labels * np.arange(num_queries + 1))
         place_BT = largest_of_each(begin_B, self.score_N, count)
-        if not len(self.key_N):
-            return np.zeros(place_BT.shape, dtype=np.float32), place_BT
-        score_BT = np.where(place_BT < 0, np.float32(0), self.score_N[place_BT])
-        return score_BT, np.where(place_BT < 0, -1, self.key_N[place_BT])
+        return at_places(self.score_N, place_BT, 0), at_places(self.key_N, place_BT, -1)
 
 
 def first_keys(num_queries: int, num_labels: int) -> Rows:
@@ -342,19 +340,10 @@ class Candidates:
         """The k candidates of each query with the largest scores; ties are ordered by label row."""
         begin_B = np.searchsorted(self.query_P, np.arange(self.num_queries + 1))
         place_BK = largest_of_each(begin_B, score_P, k)
-        is_missing_BK = place_BK < 0
-
-        def ranked(value_P: Rows | Floats, missing: float) -> npt.NDArray[Any]:
-            if not len(value_P):
-                return np.full(place_BK.shape, missing, dtype=value_P.dtype)
-            value_BK = value_P[place_BK]
-            value_BK[is_missing_BK] = missing
-            return value_BK
-
         return Ranked(
-            rows=ranked(self.label_P, -1),
-            scores=ranked(score_P, -np.inf),
-            knn_scores=ranked(self.votes_P, np.nan),
+            rows=at_places(self.label_P, place_BK, -1),
+            scores=at_places(score_P, place_BK, -np.inf),
+            knn_scores=at_places(self.votes_P, place_BK, np.nan),
         )
 
 

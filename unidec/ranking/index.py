@@ -28,9 +28,10 @@ from unidec.cores import in_order, num_threads, thread_pool
 from unidec.data.storage import load_array, write_file
 from unidec.data.temporary import remove
 from unidec.model.faiss_library import faiss_module
+from unidec.model.search_results import best_first
 from unidec.progress import progress
 from unidec.ranking.faiss_file import read_index_file
-from unidec.ranking.heads import Heads, as_heads, first_keys
+from unidec.ranking.heads import Heads, as_heads
 from unidec.ranking.sparse import Floats, Rows
 
 LEAST_CANDIDATES = 64
@@ -52,9 +53,9 @@ _FIRST_MORE = 32  # additional labels searched at first if labels are excluded
 
 
 @contextlib.contextmanager
-def faiss_threads(threads: int, faiss: Any = None) -> Iterator[None]:
+def faiss_threads(threads: int) -> Iterator[None]:
     """Sets the number of threads for faiss calls from this thread; 0 keeps faiss's default."""
-    faiss = faiss or faiss_module()
+    faiss = faiss_module()
     before = faiss.omp_get_max_threads()
     if threads:
         faiss.omp_set_num_threads(num_threads(threads))
@@ -116,7 +117,6 @@ class LabelIndex:
             )
         self.spec = spec
         self.threads = 0
-        self._faiss = faiss_module()
         self.vectors = vectors if is_compressed else None
         self.stored = index
         self._data = data
@@ -163,23 +163,21 @@ class LabelIndex:
         is_compressed = spec.kind in COMPRESSED
         step = _GRAPH_ROWS_AT_ONCE if spec.kind == "hnsw" else ROWS_AT_ONCE
         blocks = np.split(np.arange(num_labels), range(step, num_labels, step))
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(faiss_threads(1 if is_compressed else threads))
-            bar = None
-            if show:
-                bar = stack.enter_context(
-                    progress(total=num_labels, desc=f"index {spec.kind}", unit="label")
-                )
+        desc = f"index {spec.kind}" if show else None
+        with (
+            faiss_threads(1 if is_compressed else threads),
+            progress(total=num_labels, desc=desc, unit="label") as bar,
+        ):
             if is_compressed:
                 _train(index, vectors)
-                encoded = stack.enter_context(_encoded(index, vectors, blocks, parts))
-            for rows in blocks:
-                if is_compressed:
-                    index.add_sa_codes(next(encoded))
-                else:
-                    index.add(_checked_rows(vectors, rows, index.d))
-                if bar is not None:
-                    bar.update(len(rows))
+                add = index.add_sa_codes
+                added: Iterator[npt.NDArray[Any]] = _encoded(index, vectors, blocks, parts)
+            else:
+                add = index.add
+                added = (_checked_rows(vectors, rows, index.d) for rows in blocks)
+            for rows, rows_or_codes in zip(blocks, added, strict=True):
+                add(rows_or_codes)
+                bar.update(len(rows))
         if parts is not None:
             remove(parts)
         return cls(index, spec, vectors)
@@ -216,9 +214,7 @@ class LabelIndex:
             removed = np.isin(keys, excluded) & (rows >= 0)
             scores[removed] = -np.inf
             rows[removed] = -1
-            order = np.argsort(rows < 0, axis=1, kind="stable")[:, :k]
-            rows_BK[open_B] = np.take_along_axis(rows, order, axis=1)
-            scores_BK[open_B] = np.take_along_axis(scores, order, axis=1)
+            scores_BK[open_B], rows_BK[open_B] = best_first(scores, rows, k)
             if width >= self.num_labels:
                 break
             is_short_B = (rows_BK[open_B] < 0).any(axis=1)
@@ -236,12 +232,11 @@ class LabelIndex:
         if self.vectors is not None:
             score_BC = self._exact_scores(queries_BD, rows_BC)
         score_BC = np.where(rows_BC >= 0, score_BC, np.float32(-np.inf))
-        order_BC = np.lexsort((rows_BC, -score_BC), axis=1)
-        best_BK = order_BC[:, :num_results]
-        found = np.s_[:, :num_results]
+        found = best_first(score_BC, rows_BC, num_results)
+        if num_results == k:
+            return found
         scores_BK, rows_BK = _no_results(len(queries_BD), k)
-        scores_BK[found] = np.take_along_axis(score_BC, best_BK, axis=1)
-        rows_BK[found] = np.take_along_axis(rows_BC, best_BK, axis=1)
+        scores_BK[:, :num_results], rows_BK[:, :num_results] = found
         return scores_BK, rows_BK
 
     def _exact_scores(self, queries_BD: Floats, rows_BC: Rows) -> Floats:
@@ -278,7 +273,7 @@ class LabelIndex:
         if num == self.num_labels and self.vectors is not None:  # every label is a candidate
             every = np.broadcast_to(np.arange(num), (len(queries_BD), num))
             return np.zeros(every.shape, dtype=np.float32), every
-        with faiss_threads(self.threads, self._faiss):
+        with faiss_threads(self.threads):
             padded = _padded(queries_BD, self._index.d)
             return self._index.search(padded, num, params=self._search_params(num))
 
@@ -319,7 +314,7 @@ class LabelIndex:
         """faiss search parameters; passed with each search, because threads share the settings of
         the index.
         """
-        faiss = self._faiss
+        faiss = faiss_module()
         if self.spec.kind == "hnsw":
             return faiss.SearchParametersHNSW(efSearch=max(self.spec.search, num))
         if self.spec.kind != "ivf-pq":
@@ -379,10 +374,9 @@ def _checked_rows(vectors: Heads, rows_P: Rows, width: int) -> Floats:
     return _padded(array, width)
 
 
-@contextlib.contextmanager
 def _encoded(
     index: Any, vectors: Heads, blocks: list[Rows], parts: Path | None
-) -> Iterator[Iterator[npt.NDArray[np.uint8]]]:
+) -> Iterator[npt.NDArray[np.uint8]]:
     """The codes of each block of labels, with their list numbers, in the format of `add_sa_codes`.
 
     Each block is encoded by one thread, since BLAS rounds differently with several. A file of codes
@@ -404,7 +398,7 @@ def _encoded(
         return load_array(path, np.uint8, ndim=2)
 
     with thread_pool() as threads:
-        yield in_order((threads.submit(encode, rows) for rows in blocks), num_threads())
+        yield from in_order((threads.submit(encode, rows) for rows in blocks), num_threads())
 
 
 def _train(index: Any, vectors: Heads) -> None:
@@ -436,19 +430,3 @@ def _train(index: Any, vectors: Heads) -> None:
         )
         index.quantizer.add(centroids)
     index.train(sample)
-
-
-def recall(approx_NK: Rows, exact_NK: Rows) -> float:
-    """Share of the exact results that the approximate search found, over all queries, 0 to 1; 1
-    without any results.
-
-    Both arguments are label rows, -1 for no result; K may differ between them.
-    """
-    num_results = int((exact_NK >= 0).sum())
-    if not num_results:
-        return 1.0
-    num_labels = int(max(exact_NK.max(), approx_NK.max())) + 1
-    first_key = first_keys(len(exact_NK), num_labels)
-    wanted = (exact_NK + first_key)[exact_NK >= 0]
-    hit_NK = np.isin(approx_NK + first_key, wanted) & (approx_NK >= 0)
-    return float(hit_NK.sum() / num_results)

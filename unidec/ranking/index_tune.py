@@ -15,10 +15,11 @@ import numpy as np
 
 from unidec.config.index_spec import KINDS, IndexSpec, Kind
 from unidec.model.faiss_library import faiss_module
+from unidec.model.search_results import recall
 from unidec.progress import progress
 from unidec.ranking.exact_index import ExactIndex
 from unidec.ranking.heads import Heads
-from unidec.ranking.index import LabelIndex, recall
+from unidec.ranking.index import LabelIndex
 from unidec.ranking.sparse import Floats, Rows
 
 GRAPH_LABELS = 200_000

@@ -151,9 +151,7 @@ class Ranker:
             return self.evidence.rank(self.fusion, evidence, k, tail)
         voting = self.voting if as_served else None
         num_labels = self.heads.num_labels
-        votes = PairScores.none((len(encoded), num_labels))
-        if voting is not None:
-            votes = voting.votes(encoded)
+        votes = self._votes(encoded, voting)
         if allowed is not None:
             key_P = allowed_keys(allowed, len(encoded), num_labels, excluded)
         else:
@@ -210,9 +208,7 @@ class Ranker:
             ranks the candidates; scores are linear in both weights.
         """
         num_labels = self.heads.num_labels
-        votes = PairScores.none((len(encoded), num_labels))
-        if self.voting is not None:
-            votes = self.voting.votes(encoded)
+        votes = self._votes(encoded, self.voting)
         found = []
         middle = clf_weights[len(clf_weights) // 2]
         for weight in sorted({clf_weights[0], middle, clf_weights[-1]}):
@@ -239,6 +235,11 @@ class Ranker:
             return candidates.best(heads_P + np.float32(knn_weight) * candidates.votes_P, k)
 
         return ranked
+
+    def _votes(self, encoded: Encoded, voting: Voting | None) -> PairScores:
+        if voting is None:
+            return PairScores.none((len(encoded), self.heads.num_labels))
+        return voting.votes(encoded)
 
     def _search(self, query_BD: Floats, k: int, excluded: Rows | None, rescore: int = 0) -> Ranked:
         scores_BK, rows_BK = self.index.search(query_BD, k, rescore, excluded)

@@ -113,6 +113,12 @@ def largest_of_each(begin_B: Array, score_N: Array, num: int) -> Rows:
     return place_BK
 
 
+def at_places(value_N: Array, place_BK: Rows, missing: float) -> Array:
+    """Values at the places that `largest_of_each` returns; `missing` where there is none."""
+    with_missing = np.append(value_N, value_N.dtype.type(missing))  # its last place is also -1
+    return with_missing[place_BK]
+
+
 def keep_largest(matrix: csr_matrix, num: int) -> csr_matrix:
     """A copy with only the `num` largest entries of each row; the first of equal values wins."""
     is_kept_N = np.zeros(matrix.nnz, dtype=bool)

@@ -91,11 +91,6 @@ class WordCosines:
         both = PairScores(key_N[order], cosine_N[order], self.shape)
         return cosine_P, *both.best(_RANKED)
 
-    def at(self, key_P: Rows) -> Floats:
-        """Cosines of the given pairs, float32 [P]."""
-        cosine_P, *_ = self.search(key_P)
-        return cosine_P
-
     def largest(self, count: int) -> Rows:
         """Keys of each query's `count` largest positive cosines, at most `_RANKED`."""
         _, cosine_BT, key_BT = self.search(NO_ROWS)

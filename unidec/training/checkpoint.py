@@ -22,8 +22,9 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -324,12 +325,11 @@ def _write_rows(folder: Path, checkpoint: Checkpoint, rank: int) -> dict[str, st
     return {file: write_tensors(folder / file, tensors, metadata)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Held:
-    """Rows [first, first + count) of a table of `total` rows, and the file that holds them."""
+class _Held(NamedTuple):
+    """Rows [first, first + num) of a table of `total` rows, and the file that holds them."""
 
     first: int
-    count: int
+    num: int
     total: int
     file: TensorFile
 
@@ -340,12 +340,11 @@ def _load(path: Path, state: dict[str, Any], row_ranges: RowRanges) -> Checkpoin
         for rows_file in sorted(path.glob("rows-*.safetensors")):
             file = stack.enter_context(open_tensors(rows_file))
             ranges = json.loads(file.metadata["ranges"])
-            for table, (first, count, total) in ranges.items():
-                part = _Held(first=first, count=count, total=total, file=file)
-                held.setdefault(table, []).append(part)
+            for table, rows_held in ranges.items():
+                held.setdefault(table, []).append(_Held(*rows_held, file))
         rows = {}
         for table, parts in held.items():
-            parts.sort(key=lambda part: (part.first, part.count))
+            parts.sort(key=itemgetter(0, 1))
             total = parts[0].total
             begin, end = row_ranges.get(table, (0, total))
             prefix = f"{table}/"
@@ -365,7 +364,7 @@ def _read_rows(path: Path, name: str, parts: list[_Held], begin: int, end: int) 
     pieces = []
     position = begin
     for part in parts:
-        until = min(part.first + part.count, end)
+        until = min(part.first + part.num, end)
         if part.first <= position < until:
             pieces.append(part.file.read(name, position - part.first, until - part.first))
             position = until

@@ -23,8 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unidec.errors import DataError
+from unidec.data.chunks import blocks
 from unidec.model.pool import num_clusters
+from unidec.model.search import finite_matrix
 from unidec.progress import progress
 from unidec.training.distributed import ALONE, Ranks
 
@@ -69,16 +70,34 @@ def balanced_clusters(
     Raises:
         DataError: the vectors are not finite.
     """
-    num_levels = (num_clusters(len(vectors_ND), max_size) - 1).bit_length()
+    num_points, width = vectors_ND.shape
+    num_levels = (num_clusters(num_points, max_size) - 1).bit_length()
+    num_cuts = 0
     if vectors_ND.dtype == np.float16 and ranks.alone:
-        return _clusters_of_parts(vectors_ND, num_levels, seed, device)
-    unit_ND = _unit_vectors(vectors_ND, device)
-    levels = range(num_levels if ranks.is_first else 0)
-    keys = ([seed % 2**63, level] for level in progress(levels, desc="cluster", unit="level"))
-    made = _clusters_in_memory(unit_ND, keys)
-    order_N = ranks.share_array(made.order_N)
-    offsets = ranks.share_array(made.offsets)
-    return Clusters(order_N, offsets, ranks.share(made.objective))
+        part_points = max(2, PART_BYTES // (4 * width))
+        num_cuts = min(num_levels, (num_clusters(num_points, part_points) - 1).bit_length())
+    seed %= 2**63
+    parts = [np.arange(num_points)]
+    for level in progress(range(num_cuts), desc="cut into parts", unit="level"):
+        halves = []
+        for number, part_P in enumerate(parts):
+            rng = np.random.default_rng([seed, level, number])
+            halves += _cut(vectors_ND, part_P, rng, device)
+        parts = halves
+    levels = range(num_cuts, num_levels if ranks.is_first else 0)
+    sizes = []
+    total = 0.0
+    for number, part_P in enumerate(parts):
+        # without a copy of all points
+        unit_PD = _unit_vectors(vectors_ND[part_P] if num_cuts else vectors_ND, device, part_P)
+        keys = ([seed, level, number] for level in progress(levels, desc="cluster", unit="level"))
+        order_P, offsets, objective = _clusters_in_memory(unit_PD, keys)
+        part_P[:] = part_P[order_P]
+        sizes.append(np.diff(offsets))
+        total += objective * len(part_P)
+    order_N = ranks.share_array(np.concatenate(parts))
+    offsets = ranks.share_array(_offsets(np.concatenate(sizes)))
+    return Clusters(order_N, offsets, ranks.share(total / max(num_points, 1)))
 
 
 def _clusters_in_memory(unit_ND: Tensor, keys: Iterable[list[int]]) -> Clusters:
@@ -95,35 +114,6 @@ def _clusters_in_memory(unit_ND: Tensor, keys: Iterable[list[int]]) -> Clusters:
     is_filled_CM = column_M < size_C.unsqueeze(1)
     order_N = slot_CM[is_filled_CM].cpu().numpy()
     return Clusters(order_N, _offsets(size_C.cpu().numpy()), objective)
-
-
-def _clusters_of_parts(
-    vectors_ND: np.ndarray, num_levels: int, seed: int, device: str | torch.device | None
-) -> Clusters:
-    """Cut all points into parts, one level after the other, and cluster each part in memory."""
-    num_points, width = vectors_ND.shape
-    part_points = max(2, PART_BYTES // (4 * width))
-    num_cuts = min(num_levels, (num_clusters(num_points, part_points) - 1).bit_length())
-    seed %= 2**63
-    parts = [np.arange(num_points)]
-    for level in progress(range(num_cuts), desc="cut into parts", unit="level"):
-        halves = []
-        for number, part_P in enumerate(parts):
-            rng = np.random.default_rng([seed, level, number])
-            halves += _cut(vectors_ND, part_P, rng, device)
-        parts = halves
-    sizes = []
-    total = 0.0
-    later = range(num_cuts, num_levels)
-    for number, part_P in enumerate(progress(parts, desc="cluster parts", unit="part")):
-        unit_PD = _unit_vectors(vectors_ND[part_P], device, part_P)
-        keys = [[seed, level, number] for level in later]
-        order_P, offsets, objective = _clusters_in_memory(unit_PD, keys)
-        part_P[:] = part_P[order_P]
-        sizes.append(np.diff(offsets))
-        total += objective * len(part_P)
-    offsets = _offsets(np.concatenate(sizes))
-    return Clusters(np.concatenate(parts), offsets, total / max(num_points, 1))
 
 
 def _cut(
@@ -144,8 +134,7 @@ def _cut(
     half_S = order_1S[0].split((len(sample_SD) + 1) // 2)
     first_D, second_D = (F.normalize(sample_SD[half].sum(0), dim=0) for half in half_S)
     score_P = np.empty(len(part_P), dtype=np.float32)
-    for begin in range(0, len(part_P), SAMPLE):
-        some = slice(begin, begin + SAMPLE)
+    for some in blocks(len(part_P), SAMPLE):
         unit_BD = _unit_vectors(vectors_ND[part_P[some]], device, part_P[some])
         score_P[some] = (unit_BD @ (first_D - second_D)).cpu().numpy()
     order_P = np.argsort(-score_P, kind="stable")
@@ -172,8 +161,7 @@ def _split(
     at_once = max(1, POINTS_AT_ONCE[device.type == "cuda"] // max(num_slots, 1))
     orders = []
     objectives = []
-    for begin in range(0, num_clusters, at_once):
-        some = slice(begin, begin + at_once)
+    for some in blocks(num_clusters, at_once):
         if num_clusters == 1:  # the first level needs no copy
             point_CMD = unit_ND.unsqueeze(0)
         else:
@@ -190,20 +178,8 @@ def _unit_vectors(
     vectors_ND: np.ndarray, device: str | torch.device | None, rows_N: np.ndarray | None = None
 ) -> Tensor:
     """Vectors float32 of unit length; `rows_N`: their numbers for an error, if not 0 to N - 1."""
-    # torch shares memory with writable arrays only; a read-only memory map is copied
-    shared = torch.from_numpy(np.require(vectors_ND, requirements=["C", "W"]))
-    tensor = shared.to(device=device, dtype=torch.float32)
-    norm_N = tensor.norm(dim=1)
-    is_finite_N = torch.isfinite(norm_N)
-    if not bool(is_finite_N.all()):
-        bad = torch.nonzero(~is_finite_N).flatten()[:5].cpu().numpy()
-        rows = bad if rows_N is None else rows_N[bad]
-        raise DataError(
-            "vectors to cluster are not finite",
-            got=f"rows {rows.tolist()}",
-            fix="check the last training losses",
-        )
-    if bool(((norm_N - 1).abs() > 1e-3).any()):
+    tensor = finite_matrix(vectors_ND, "vectors to cluster", device, rows_N)
+    if bool(((tensor.norm(dim=1) - 1).abs() > 1e-3).any()):
         tensor = F.normalize(tensor, dim=1)
     return tensor
 

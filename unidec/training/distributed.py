@@ -45,7 +45,7 @@ class LostRank(TrainingError):
     """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Ranks:
     """The processes that train together; by default this process alone, for which the methods cost
     nothing.
@@ -60,11 +60,11 @@ class Ranks:
     local_world: int = 1
     # process groups: for a step's tensors on the device, for those on the host, and for host arrays
     # between rounds
-    _steps: Any = field(default=None, compare=False, repr=False)
-    _flags: Any = field(default=None, compare=False, repr=False)
-    _patient: Any = field(default=None, compare=False, repr=False)
+    _steps: Any = None
+    _flags: Any = None
+    _patient: Any = None
     # failures of sums in a backward pass
-    _failures: list[RuntimeError] = field(default_factory=list, compare=False, repr=False)
+    _failures: list[RuntimeError] = field(default_factory=list)
 
     @classmethod
     def from_environment(cls, device: str = "auto") -> Ranks:

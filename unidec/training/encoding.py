@@ -7,7 +7,7 @@ Legend: n texts, D width of a head, W width of the encoder.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unidec.data.tokens import TokenCache
+from unidec.data.tokens import TokenCache, Tokens
+from unidec.model.additions import Classifier
 from unidec.model.encoder_inputs import InputBuilder
 from unidec.model.frozen import autocast
 from unidec.model.row_table import zeros_on_disk
@@ -53,17 +54,9 @@ class Encoding:
             output_NW = self.model.encode(name, self.tokens[name], rows, self.build)
         return torch.from_numpy(output_NW).to(self.device)
 
-    def label_outputs(self, labels: np.ndarray) -> Tensor:
-        """The encoder's outputs of label texts, [n, W]."""
-        return self.outputs("labels", labels)
-
     def outputs_of(self, parts: TextParts) -> Tensor:
         """`outputs` of texts of several sources."""
         return torch.cat([self.outputs(name, rows) for name, _, rows in parts])
-
-    def vectors(self, name: str, rows: np.ndarray, folder: Path | None = None) -> np.ndarray:
-        """`vectors_of` texts of one source."""
-        return self.vectors_of([(name, self.tokens[name], rows)], folder)
 
     def vectors_of(self, parts: TextParts, folder: Path | None = None) -> np.ndarray:
         """Vectors [n, D] of texts of several sources, from the dual encoder or, if the model lacks
@@ -83,14 +76,37 @@ class Encoding:
         else:
             out_ND = np.empty(shape, dtype=np.float32)
         begin = 0
-        for name, _, rows in parts:
+        for name, tokens, rows in parts:
             end = begin + len(rows)
             desc = f"encode {name}"
-            given = (name, self.tokens[name], rows, self.build)
+            given = (name, tokens, rows, self.build)
             with self.autocast():
                 self.model.vectors(*given, desc=desc, only=head, into=out_ND[begin:end])
             begin = end
         return out_ND
+
+
+def label_arrays(
+    model: UniDEC,
+    tokens: Tokens,
+    build: InputBuilder,
+    folder: Path,
+    classifier: Callable[[np.ndarray | None], Classifier],
+) -> dict[str, np.ndarray]:
+    """Vectors of all labels by name, as in a bundle, if the model has them: "de" and "clf" float32
+    [L, D], "bias" float32 [L].
+
+    Args:
+        tokens: texts of the labels.
+        folder: of files for large arrays.
+        classifier: returns rows and biases; the rows fill its argument if that is given.
+    """
+    de_LD = None
+    if model.heads != "clf":
+        de_LD = model.encode_labels(tokens, build, into=label_file(model, folder))
+    rows_LD, bias_L = classifier(label_file(model, folder))
+    arrays = {"de": de_LD, "clf": rows_LD, "bias": bias_L}
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def label_file(model: UniDEC, folder: Path) -> np.ndarray | None:

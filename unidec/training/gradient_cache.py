@@ -26,7 +26,7 @@ from unidec.data.chunks import length_chunks
 from unidec.data.tokens import Tokens
 from unidec.model.batch import TextChunks
 from unidec.model.encoder import EncoderInput, TextEncoder
-from unidec.model.encoder_inputs import InputBuilder
+from unidec.model.encoder_inputs import InputBuilder, joined
 from unidec.model.pairs import to_device
 from unidec.model.row_table import RowTable
 from unidec.training.precision import random_state, restore_random_state
@@ -55,13 +55,8 @@ def cut_texts(parts: TextParts, build: InputBuilder, size: int, device: torch.de
     # computed again on the host: on the device the host would have to wait for their number
     bag = build.encoder.bag
     assert bag is not None
-    token_ids = []
-    for _, tokens, rows in parts:
-        flat, offsets = tokens.ragged(rows)
-        features, _ = bag.features(flat, np.diff(offsets))
-        token_ids.append(np.unique(features))
-    unique_U = np.unique(np.concatenate(token_ids))
-    return TextChunks(first, tuple(chunks), to_device(unique_U, device))
+    features, _ = bag.features(*joined(parts))
+    return TextChunks(first, tuple(chunks), to_device(np.unique(features), device))
 
 
 def encode_texts(

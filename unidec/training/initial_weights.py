@@ -7,7 +7,7 @@ the encoder, V features of the bag.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
+from unidec.data.chunks import blocks
 from unidec.data.storage import load_array
 from unidec.data.tensor_file import open_tensors
 from unidec.data.tokens import Tokens
@@ -81,9 +82,8 @@ def document_frequency(
 ) -> np.ndarray:
     """Number of texts that have each feature, int64 [V]; `features` is `BagEncoder.features`."""
     frequency_V = np.zeros(vocab, dtype=np.int64)
-    for begin in range(0, len(rows), TEXTS_AT_ONCE):
-        some = rows[begin : begin + TEXTS_AT_ONCE]
-        flat, offsets = tokens.ragged(some)
+    for some in blocks(len(rows), TEXTS_AT_ONCE):
+        flat, offsets = tokens.ragged(rows[some])
         flat, lengths = features(flat, np.diff(offsets))
         text = np.repeat(np.arange(len(lengths)), lengths)
         once = np.unique(text * vocab + flat)  # each feature of a text once
@@ -181,10 +181,10 @@ def take_rows(
     if model.bias is not None:
         _add(model.bias, own, torch.from_numpy(bias * rest_n).unsqueeze(1))
     share_n = length * rest_n - holds_text
-    blocks = list(_blocks(np.flatnonzero(share_n)))
     was_training = model.training
     model.eval()
-    for some in progress(blocks, desc="classifier rows from label texts", unit="block"):
+    parts = _blocks(np.flatnonzero(share_n))
+    for some in progress(parts, desc="classifier rows from label texts", unit="block"):
         texts_BD = model.text_rows(encode(own[some]))
         share_B1 = torch.from_numpy(share_n[some]).unsqueeze(1)
         _add(table, own[some], share_B1.to(texts_BD) * texts_BD)
@@ -195,10 +195,9 @@ def _mean(values: Tensor) -> float:
     return float(values.double().mean())
 
 
-def _blocks(places: np.ndarray) -> Iterator[np.ndarray]:
+def _blocks(places: np.ndarray) -> list[np.ndarray]:
     """Split an array into blocks of `START_BLOCK`."""
-    for begin in range(0, len(places), START_BLOCK):
-        yield places[begin : begin + START_BLOCK]
+    return [places[some] for some in blocks(len(places), START_BLOCK)]
 
 
 def _classifier_of(start: Start) -> tuple[Tensor | None, Tensor | None]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,9 +23,11 @@ import torch
 from torch import Tensor
 
 from unidec.config import Mining
+from unidec.data.chunks import blocks
 from unidec.model.faiss_library import faiss_module
 from unidec.model.pool import row_entries
 from unidec.model.search import exact_search, labels_that_fit, query_block
+from unidec.model.search_results import best_first, recall
 from unidec.progress import progress
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.fit import Figures
@@ -102,24 +103,30 @@ def mine_hard_negatives(
     num_labels, width = label.shape
     if num_labels <= labels_that_fit(torch.device(device), width):
         label = label.to(device)
-    fits_gpu = ranks.gather_array(np.array([label.is_cuda]))  # the ranks' GPUs may differ
-    approximate = uses_faiss(mining, num_labels, all(fits_gpu))
+    (is_large,) = ranks.any(not label.is_cuda)  # the ranks' GPUs may differ
+    approximate = uses_faiss(mining, num_labels, fits_gpu=not is_large)
     # blocks are the same for any number of ranks: the bits of scores depend on a block's size
     block = query_block(num_labels, BLOCK)
     exact: Search = partial(exact_search, label_LD=label, block=block, device=device)
-    miner = _Miner(
-        kind="faiss" if approximate else "exact",
-        search=faiss_search(label) if approximate else exact,
-        excluded=_pattern(relevance) + _pattern(filter_pairs),
-        num_negatives=num_negatives,
-    )
-    own = _own_blocks(len(query_nD), block, ranks)
-    own_mined, own_sums = miner.mine(query_nD[own], rows_n[own], _BLOCKS * block)
-    num_rows = relevance.shape[0]
-    mined_NH = np.full((num_rows, num_negatives), -1, dtype=np.int32)
-    mined_NH[rows_n] = ranks.gather_array(own_mined)
-    sums = ranks.gather_array(own_sums[None]).sum(0)
-    score_sum, num_mined = sums.tolist()
+    search = faiss_search(label) if approximate else exact
+    excluded = _pattern(relevance) + _pattern(filter_pairs)
+    first, end = ranks.part(-(-len(query_nD) // block))  # each rank mines whole blocks
+    own_n = rows_n[first * block : end * block]
+    own_nD = query_nD[first * block : end * block]
+    mined_nH = np.empty((len(own_n), num_negatives), dtype=np.int32)
+    own_sums = np.zeros((1, 2))
+    desc = f"mine hard negatives ({'faiss' if approximate else 'exact'})"
+    with progress(total=len(own_n), desc=desc, unit="query") as bar:
+        for some in blocks(len(own_n), _BLOCKS * block):
+            found = search(own_nD[some], k=num_negatives + _SPARE, exclude=excluded[own_n[some]])
+            score_BH, label_BH = best_first(*found, num_negatives)
+            mined_nH[some] = label_BH
+            scores = score_BH[label_BH >= 0]
+            own_sums += scores.sum(dtype=np.float64), len(scores)
+            bar.update(len(label_BH))
+    mined_NH = np.full((relevance.shape[0], num_negatives), -1, dtype=np.int32)
+    mined_NH[rows_n] = ranks.gather_array(mined_nH)
+    score_sum, num_mined = ranks.gather_array(own_sums).sum(0).tolist()
     figures = {
         "queries": len(query_nD),
         "negative_score": score_sum / max(num_mined, 1),
@@ -130,57 +137,9 @@ def mine_hard_negatives(
     if approximate:
         step = max(1, len(query_nD) // _COMPARED)
         rows = rows_n[::step]
-        _, expected = exact(query_nD[::step], k=num_negatives, exclude=miner.excluded[rows])
-        figures["recall"] = _recall(mined_NH[rows], expected)
+        _, expected = exact(query_nD[::step], k=num_negatives, exclude=excluded[rows])
+        figures["recall"] = recall(mined_NH[rows], expected)
     return mined_NH, figures
-
-
-def _own_blocks(num_queries: int, block: int, ranks: Ranks) -> slice:
-    """The queries that this rank mines: whole blocks."""
-    num_blocks = -(-num_queries // block)
-    first, end = ranks.part(num_blocks)
-    return slice(first * block, end * block)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Miner:
-    """Searches the hard negatives of queries.
-
-    Attributes:
-        kind: of search, as displayed. excluded: csr [N, L], pairs that are not negatives.
-    """
-
-    kind: str
-    search: Search
-    excluded: sp.csr_matrix
-    num_negatives: int
-
-    def mine(
-        self, query_nD: np.ndarray, rows_n: np.ndarray, at_once: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Negatives, int32 [n, H]; and the sum of their scores, and their number."""
-        mined_nH = np.empty((len(rows_n), self.num_negatives), dtype=np.int32)
-        sums = np.zeros(2)
-        desc = f"mine hard negatives ({self.kind})"
-        with progress(total=len(rows_n), desc=desc, unit="query") as bar:
-            for begin in range(0, len(rows_n), at_once):
-                some = slice(begin, begin + at_once)
-                score_BH, label_BH = self._nearest(query_nD[some], rows_n[some])
-                mined_nH[some] = label_BH
-                scores = score_BH[label_BH >= 0]
-                sums += scores.sum(dtype=np.float64), len(scores)
-                bar.update(len(label_BH))
-        return mined_nH, sums
-
-    def _nearest(self, query_BD: np.ndarray, rows_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Scores and labels of the negatives, best first, lower ids first among equal scores."""
-        num = self.num_negatives
-        excluded = self.excluded[rows_B]
-        score_BK, label_BK = self.search(query_BD, k=num + _SPARE, exclude=excluded)
-        order_BK = np.lexsort((label_BK, -score_BK), axis=1)
-        best_BH = order_BK[:, :num]
-        score_BH = np.take_along_axis(score_BK, best_BH, axis=1)
-        return score_BH, np.take_along_axis(label_BK, best_BH, axis=1)
 
 
 def faiss_search(label: Tensor) -> Search:
@@ -207,8 +166,8 @@ def faiss_search(label: Tensor) -> Search:
     step = max(1, num_labels // (_TRAINING_LABELS * num_lists)) if is_half else 1
     with progress(total=num_labels, desc="faiss index of the labels", unit="label") as bar:
         index.train(np.ascontiguousarray(label_LD[::step], np.float32))
-        for begin in range(0, num_labels, _ADDED):
-            some_LD = np.ascontiguousarray(label_LD[begin : begin + _ADDED], np.float32)
+        for some in blocks(num_labels, _ADDED):
+            some_LD = np.ascontiguousarray(label_LD[some], np.float32)
             index.add(some_LD)
             bar.update(len(some_LD))
 
@@ -227,14 +186,6 @@ def faiss_search(label: Tensor) -> Search:
         return score, nearest
 
     return search
-
-
-def _recall(found_NH: np.ndarray, expected_NH: np.ndarray) -> float:
-    """Share of the expected labels that were found; -1 is none."""
-    is_label = expected_NH >= 0
-    is_same = found_NH[:, :, None] == expected_NH[:, None]
-    is_found = is_same.any(1) & is_label
-    return float(is_found.sum() / max(is_label.sum(), 1))
 
 
 def _pattern(matrix: sp.csr_matrix) -> sp.csr_matrix:

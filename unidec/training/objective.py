@@ -71,18 +71,16 @@ class Objective:
             methods add.
         """
         heads = self.model.heads
-        both = heads == "both"
         balance = self.settings.balance
+        shares = (balance, 1.0 - balance) if heads == "both" else (1.0, 1.0)
         if self.model.training:
             for change in self.methods.changes:
                 x_BW, batch = change.apply(x_BW, batch)
         losses = {}
         if heads != "clf":
-            share = balance if both else 1.0
-            losses["loss_de"] = share * self._de_loss(x_BW, batch, step)
+            losses["loss_de"] = shares[0] * self._de_loss(x_BW, batch, step)
         if heads != "de":
-            share = 1.0 - balance if both else 1.0
-            losses["loss_clf"] = share * self._clf_loss(x_BW, batch, step)
+            losses["loss_clf"] = shares[1] * self._clf_loss(x_BW, batch, step)
         for method in self.methods.losses:
             head_loss = partial(self._head_loss, self._scales()[1], step)
             query_BW = x_BW[: batch.counts.own_queries]

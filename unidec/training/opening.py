@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def open_training(
     else:
         _start_rows(settings, encoding, data, rows, start)
         if size := settings.model.labels_a_cluster:
-            label_LD = encoding.vectors("labels", np.arange(data.dataset.num_labels))
+            label_LD = encoding.vectors_of(texts.of_labels(np.arange(model.num_labels)))
             cluster_labels(model, label_LD, size, settings.seed, ranks)
     state = checkpoint.state if checkpoint is not None else {}
     if ranks.is_first:
@@ -258,11 +259,9 @@ def _newest(
 
 
 def _restore(checkpoint: Checkpoint, model: UniDEC, optimisers: Optimisers, run_dir: Path) -> None:
-    weights = {}
-    for key, tensor in checkpoint.dense.items():
-        owner, _, name = key.partition(".")
-        if owner == "model":
-            weights[name] = tensor
+    prefix = "model."
+    dense = checkpoint.dense.items()
+    weights = {key.removeprefix(prefix): value for key, value in dense if key.startswith(prefix)}
     rows = {name: part.tensors for name, part in checkpoint.rows.items()}
     try:
         model.load_dense_state(weights)
@@ -292,12 +291,12 @@ def _start_rows(
             encoding.model,
             start,
             uids,
-            encoding.label_outputs,
+            partial(encoding.outputs, "labels"),
             keep=settings.keep,
             holds_text=rows.holds_text,
         )
     elif not rows.holds_text:  # otherwise the table starts at 0
-        start_table(encoding.model, encoding.label_outputs)
+        start_table(encoding.model, partial(encoding.outputs, "labels"))
 
 
 def _parallel(model: UniDEC, batches: Batches, ranks: Ranks) -> torch.nn.Module | None:
@@ -320,8 +319,6 @@ def _drop_later_lines(run_dir: Path, state: dict[str, Any]) -> None:
 def _keep_lines(path: Path, key: str, last: int) -> None:
     """Keep the lines whose `key` is at most `last`."""
     if path.is_file():
-        kept = ""
-        for line in read_json_lines(path):
-            if line[key] <= last:
-                kept += json.dumps(line) + "\n"
-        write_bytes_atomic(path, kept.encode())
+        lines = read_json_lines(path)
+        kept = [json.dumps(line) + "\n" for line in lines if line[key] <= last]
+        write_bytes_atomic(path, "".join(kept).encode())

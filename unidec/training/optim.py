@@ -348,8 +348,8 @@ class Optimisers:
         the first step.
         """
         tensors = {}
-        for index, parameter in enumerate(self.dense):
-            for key, value in self.adamw.state.get(parameter, {}).items():
+        for index, state in self.adamw.state_dict()["state"].items():
+            for key, value in state.items():
                 tensors[f"adamw.{index}.{key}"] = value
         return tensors
 

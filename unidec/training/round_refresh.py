@@ -242,7 +242,7 @@ class Refresher:
             assert rows_LD is not None
             return rows_LD
         own_labels = self.ranks.own(np.arange(model.num_labels))
-        return self.encoding.vectors("labels", own_labels, self.files)
+        return self.encoding.vectors_of(self.batches.texts.of_labels(own_labels), self.files)
 
     def _nearest(self, query_nD: np.ndarray, label_LD: np.ndarray) -> tuple[np.ndarray, Figures]:
         """The nearest labels of each training row, and figures."""

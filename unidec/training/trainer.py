@@ -29,7 +29,7 @@ from unidec.model.unidec import UniDEC
 from unidec.progress import progress
 from unidec.training.checkpoint import Checkpoint, CheckpointWriter, RowPart
 from unidec.training.distributed import ALONE, Ranks
-from unidec.training.encoding import label_file
+from unidec.training.encoding import label_arrays
 from unidec.training.finite import FiniteChecks, UncheckedStep
 from unidec.training.fit import Figures, RoundReport
 from unidec.training.gradient_cache import encode_texts
@@ -192,19 +192,11 @@ class Trainer:
         return exported_classifier(self.model, self.batches.methods.rows, into)
 
     def label_vectors(self) -> dict[str, np.ndarray]:
-        """Vectors of all labels by name, as in a bundle, if the model has them: "de" and "clf"
-        float32 [L, D], "bias" float32 [L].
-        """
+        """Vectors of all labels by name: `label_arrays`."""
         encoding = self.encoding
+        labels = encoding.tokens["labels"]
         with encoding.autocast():
-            label_de = self.model.encode_labels(
-                encoding.tokens["labels"],
-                encoding.build,
-                into=label_file(self.model, self.run_dir),
-            )
-            rows_LD, bias_L = self.classifier(label_file(self.model, self.run_dir))
-        vectors = {"de": label_de, "clf": rows_LD, "bias": bias_L}
-        return {name: array for name, array in vectors.items() if array is not None}
+            return label_arrays(self.model, labels, encoding.build, self.run_dir, self.classifier)
 
     def export(self, folder: Folder, extra: dict[str, Any] | None = None) -> None:
         """Write the model into a folder: `UniDEC.save_into`."""
@@ -214,11 +206,9 @@ class Trainer:
         """Write a checkpoint, durable when this returns. Raises ArtifactError: it cannot be
         written.
         """
-        tables = self.model.tables()
         rows = {}
-        for name, tensors in self.optimisers.row_states().items():
-            table = tables[name]
-            rows[name] = RowPart(table.first_row, table.num_rows, tensors)
+        for name, table in self.model.tables().items():
+            rows[name] = RowPart(table.first_row, table.num_rows, table.rows())
         dense = self.optimisers.dense_state() | random_state(self.device)
         for name, tensor in self.model.dense_state().items():
             dense[f"model.{name}"] = tensor
