@@ -221,9 +221,10 @@ def vectors(
     bundle: BundleAddress = DEFAULT_BUNDLE,
 ) -> Any:
     """Write uid, title and vector of every label, for a vector database with inner product."""
+    from unidec.bundle.bundle import Bundle
     from unidec.bundle.export.vectors import export_vectors
 
-    return export_vectors(bundle_folder(bundle), target, head=head)
+    return export_vectors(Bundle.load(bundle_folder(bundle), lazy=True), target, head=head)
 
 
 @command(export_app, "--output onnx", "--head de --bundle models:/unidec/7")
