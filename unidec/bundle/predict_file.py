@@ -40,6 +40,7 @@ from unidec.ranking.query_encoder import Runtime, open_encoder
 QUERIES_A_SHARD = 1 << 16
 ENDINGS = (".parquet", ".csv", ".tsv", ".jsonl")
 TEXTS = "texts.arrow"  # copy of the texts, beside the plan
+SHARD = "predictions.arrow"
 GROUP_ROWS = 1 << 16  # approximate rows of a Parquet row group; small groups are slow to read
 _loading = threading.Lock()  # the threads of a process load a bundle only once
 
@@ -121,7 +122,7 @@ def begin_predictions(
     if target.suffix.lower() not in ENDINGS:
         what = "the output has an unknown format"
         raise DataError(what, where=target, expected=" ".join(ENDINGS))
-    if target.exists() and source.exists() and os.path.samefile(source, target):
+    if source.resolve() == target.resolve():
         what = "input and output are the same file"
         raise DataError(what, where=source, fix="choose another output")
     if request.k < 1:
@@ -214,8 +215,8 @@ def write_shard(
         work.write(number) as out,
         pa.memory_map(str(work.folder / TEXTS)) as source,
         pa.ipc.open_file(source) as reader,
-        pa.OSFile(str(out.path / "predictions.arrow"), "wb") as file,
-        pa.ipc.new_file(file, PREDICTION_SCHEMA, options=options) as writer,
+        pa.OSFile(str(out.path / SHARD), "wb") as file,
+        pa.ipc.new_stream(file, PREDICTION_SCHEMA, options=options) as writer,
         thread_pool(threads or None) as pool,
     ):
 
@@ -279,13 +280,8 @@ def merge(work: Work) -> Path:
 
 def _tables(shards: Sequence[Path], group: int) -> Iterator[pa.Table]:
     """Predictions as tables of `group` batches each, independent of the shards' boundaries."""
-
-    def batches_of(shard: Path) -> Iterator[pa.RecordBatch]:
-        file = pa.ipc.open_file(pa.memory_map(str(shard / "predictions.arrow")))
-        for number in range(file.num_record_batches):
-            yield file.get_batch(number)
-
-    batches = chain.from_iterable(map(batches_of, shards))
+    files = (pa.memory_map(str(shard / SHARD)) for shard in shards)
+    batches = chain.from_iterable(map(pa.ipc.open_stream, files))
     while table_batches := list(islice(batches, group)):
         yield pa.Table.from_batches(table_batches).combine_chunks()
 
