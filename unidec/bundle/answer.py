@@ -252,8 +252,7 @@ class Answerer:
             if request.min_score is not None:
                 valid_K &= score_K >= request.min_score
             count_B.append(min(int(valid_K.sum()), request.k))
-        most = max(request.k for request in requests)
-        ranked = bundle.ranker.with_parts(encoded, ranked, most)
+        ranked = bundle.ranker.with_parts(encoded, ranked)
         is_own_ranking = first.head == "both" and first.tail == 0
         calibration = bundle.info.calibration if is_own_ranking else None
         predictions = named_predictions(ranked, count_B, bundle.uids, bundle.titles, calibration)
