@@ -216,7 +216,8 @@ def padded_words(
     is_earlier_TT = place_T < place_T[:, None]
     inside_BT = (same_word_BTT & is_earlier_TT).long().sum(-1)
     key_BT = _mixed(ids_BT * PLACES + inside_BT)
-    # sums may overflow; their differences are correct nevertheless
+    # sums may overflow; their differences are correct nevertheless. (onnxruntime's ReduceSum does
+    # not wrap around, so it cannot add up the keys of a word.)
     before_BT = key_BT.cumsum(1) - key_BT
     sum_BT = before_BT + key_BT - before_BT.gather(1, place_T - inside_BT)
     row_BT = len(continues_V) + _remainder(_mixed(sum_BT), num_buckets)
@@ -382,22 +383,12 @@ def _transformer(model: UniDEC, transformer: Any) -> nn.Module:
     from transformers import PreTrainedTokenizerFast
 
     source = load_tokenizer(model.tokenizer_folder, model.max_length)
-    settings_file = model.tokenizer_folder / "tokenizer_config.json"
-    settings: dict[str, Any] = {}
-    if settings_file.is_file():
-        settings = read_json(settings_file)
-    tokens = {
-        name: token
-        for name, token in settings.items()
-        if name.endswith("_token") and isinstance(token, str)
-    }
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(source.file),
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(
+        source.file.parent,
         model_max_length=model.max_length,
         padding_side="right",
         truncation_side=source.truncation_side,
         model_input_names=["input_ids", "attention_mask"],
-        **tokens,
     )
     if tokenizer.pad_token is None:  # padding is always masked
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(source.pad_id)
