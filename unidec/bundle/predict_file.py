@@ -73,16 +73,12 @@ class FileRequest:
 
 
 def predict_file(
-    bundle: Bundle,
-    request: FileRequest,
-    shards: int | None = None,
-    bounds: RawBounds = DEFAULT_BOUNDS,
+    request: FileRequest, shards: int | None = None, bounds: RawBounds = DEFAULT_BOUNDS
 ) -> int:
     """Predict all queries of a file in this process; if it is killed, the same call resumes with
     the missing shards.
 
     Args:
-        bundle: the request's bundle, loaded.
         shards: number of shards; None: one for each 65,536 queries.
         bounds: limits of the input, and how quotes in it are read.
 
@@ -95,13 +91,11 @@ def predict_file(
     """
     with alone(shards_folder(request.output)):
         work = begin_predictions(request, shards, bounds)
-        if request.runtime != "torch":
-            bundle.encoder = open_encoder(bundle, request.runtime, threads=1)
         missing = work.missing()
         num_missing = sum(map(work.size, missing))
         with progress(total=num_missing, desc="predict", unit="query") as bar:
             for number in missing:
-                write_shard(work, number, bundle, bar.update)
+                write_shard(work, number, bar.update)
         merge(work)
     return work.num_rows
 
@@ -188,14 +182,12 @@ def run_shard(folder: str | os.PathLike[str], number: int, threads: int = 0) -> 
 def write_shard(
     work: Work,
     number: int,
-    bundle: Bundle | None = None,
     show: Callable[[int], object] = lambda _count: None,
     threads: int = 0,
 ) -> None:
     """Predict the queries of one shard.
 
     Args:
-        bundle: the plan's bundle if it is already loaded.
         show: called with the number of queries of each finished batch.
         threads: as in `run_shard`.
 
@@ -204,10 +196,9 @@ def write_shard(
     """
     settings = work.settings
     first, last = work.rows(number)
-    if bundle is None:
-        facts = ("bundle", "bundle_sha256", "device", "runtime")
-        with _loading:
-            bundle = open_bundle(*(settings[name] for name in facts))
+    facts = ("bundle", "bundle_sha256", "device", "runtime")
+    with _loading:
+        bundle = open_bundle(*(settings[name] for name in facts))
     batch_size = settings["batch_size"]
     starts = range(first, last, batch_size)
     options = pa.ipc.IpcWriteOptions(compression="zstd")  # a query's text is stored k times
