@@ -60,11 +60,10 @@ class Registry:
     (`tracking.store`).
 
     Args:
-        address: the followed address; None if a folder is served, which no registry is asked for.
-        uri: tracking store.
+        address: the followed address. uri: tracking store.
     """
 
-    def __init__(self, address: Address | None, uri: str) -> None:
+    def __init__(self, address: Address, uri: str) -> None:
         self.address = address
         self.uri = uri
         quiet_mlflow()  # before its first import, which takes seconds: in `find`, not here
@@ -78,7 +77,6 @@ class Registry:
         """
         from unidec.tracking.registry import HASH_TAG
 
-        assert self.address is not None
         found = registered_version(self.uri, self.address)
         return Identity(
             sha256=found.tags.get(HASH_TAG, ""),
@@ -95,7 +93,7 @@ class Registry:
             ArtifactError: the bundle is damaged, or differs from the hash in the version's tag.
             RegistryAway: no answer.
         """
-        address = f"models:/{version.name}/{version.version}"
+        address = f"models:/{self.address.name}/{version.version}"
         try:
             return fetch_bundle(address, self.uri).resolve()
         except UnidecError:
@@ -163,7 +161,9 @@ class Follower:
         self.found: Future[None] = Future()
         self.first: Future[Identity] = Future()
         self._uri = tracking_uri() if self.address else ""
-        self._registry: Any = registry or Registry(self.address, self._uri)
+        if registry is None and self.address is not None:
+            registry = Registry(self.address, self._uri)
+        self._registry: Any = registry  # None if a folder is served
         self._probe = probe
         self._load = load
         self._ended = threading.Event()

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import orjson
 from cachetools import LRUCache
 from fastapi import FastAPI, Query, Request, Response
+from fastapi.responses import JSONResponse
 
 from unidec.bundle.answer import LabelQuery
 from unidec.config import Serve
@@ -37,10 +38,11 @@ CACHED_BYTES = 4096
 STUCK_SECONDS = 60.0
 
 
-class JsonBytes(Response):
+class JsonBytes(JSONResponse):
     """A response of JSON as bytes."""
 
-    media_type = "application/json"
+    def render(self, content: bytes) -> bytes:
+        return content
 
 
 class Routes:
