@@ -116,6 +116,7 @@ def stub_model(monkeypatch: pytest.MonkeyPatch) -> None:
     from helpers.tiny_bundle import StubModel
 
     monkeypatch.setattr("unidec.bundle.bundle._load_model", lambda path, device: StubModel(path))
+    monkeypatch.setattr("unidec.bundle.bundle.ModelConfig.read", StubModel)
 
 
 @pytest.fixture(scope="session")

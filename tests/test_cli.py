@@ -275,10 +275,9 @@ def test_predict_hands_files_on(run, bundle: Path, monkeypatch: pytest.MonkeyPat
     calls = []
     quotes = []
 
-    def predict_file(loaded, request, bounds):
+    def predict_file(request, bounds):
         calls.append(
             (
-                type(loaded),
                 request.input,
                 request.output,
                 request.k,
@@ -297,8 +296,8 @@ def test_predict_hands_files_on(run, bundle: Path, monkeypatch: pytest.MonkeyPat
     assert exit_code == 0
     assert quotes == ["auto", "no"]
     assert calls == [
-        (FakeBundle, "in.csv", "out.parquet", 3, "body", "auto"),
-        (FakeBundle, "in.csv", "out.parquet", 5, None, "onnx"),
+        ("in.csv", "out.parquet", 3, "body", "auto"),
+        ("in.csv", "out.parquet", 5, None, "onnx"),
     ]
     assert run(*words, "--runtime", "gpt")[0] == 2
     assert "queries = 7" in out

@@ -10,7 +10,7 @@ import json
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from helpers.real_model import TEXTS, cut, one_by_one, queries, real_bundle
+from helpers.real_model import TEXTS, cut, one_by_one, real_bundle
 
 from unidec.bundle.export.query_side import export_onnx, export_sentence_transformers
 from unidec.bundle.export.vectors import export_vectors, scored_by
@@ -105,10 +105,10 @@ def test_exports_have_the_served_width(make, tmp_path, name) -> None:
         "input_ids": np.array([one.ids for one in found]),
         "attention_mask": np.array([one.attention_mask for one in found]),
     }
-    expected = queries(scored_by(small.info), *one_by_one(small, TEXTS))
+    expected = scored_by(small).queries(*one_by_one(small, TEXTS))
     (got,) = session.run(["vector"], inputs)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
-    export_vectors(small.path, tmp_path / "labels.parquet")
+    export_vectors(small, tmp_path / "labels.parquet")
     labels = np.stack(pq.read_table(tmp_path / "labels.parquet")["vector"].to_numpy())
     assert labels.shape == (6, small.info.width) == (6, got.shape[1])
 
@@ -128,5 +128,5 @@ def test_sentence_transformers_gives_the_served_vectors(make, tmp_path, name, he
         pytest.skip("the model has no such head")
     export_sentence_transformers(bundle, tmp_path / "out", head=head)
     model = SentenceTransformer(str(tmp_path / "out"), device="cpu", local_files_only=True)
-    expected = queries(scored_by(bundle.info, head), *one_by_one(bundle, TEXTS))
+    expected = scored_by(bundle, head).queries(*one_by_one(bundle, TEXTS))
     np.testing.assert_allclose(model.encode(TEXTS), expected, rtol=1e-5, atol=1e-5)

@@ -138,7 +138,7 @@ def test_only_a_few_batches_are_begun_ahead_of_the_file(rng, tmp_path, texts, mo
         ahead.append(len(batches) - len(shown))
         shown.append(count)
 
-    write_shard(work, 0, Bundle.load(tmp_path / "b"), show)
+    write_shard(work, 0, show)
     assert sum(shown) == len(texts)
     assert max(ahead) <= 2 * 2
 
@@ -148,18 +148,18 @@ def test_an_error_of_one_batch_ends_the_work_which_then_resumes(rng, tmp_path, t
     source = write_queries(tmp_path / "in.csv", texts)
     bundle = Bundle.load(tmp_path / "b")
     output = tmp_path / "out.csv"
-    predict = bundle.predict_table
+    predict = Bundle.predict_table
 
-    def fail(texts, k, *, first_row, batch_size):
+    def fail(bundle, texts, k, *, first_row, batch_size):
         if first_row == 9 * BATCH:
             raise MemoryError("no memory")
-        return predict(texts, k, first_row=first_row, batch_size=batch_size)
+        return predict(bundle, texts, k, first_row=first_row, batch_size=batch_size)
 
-    monkeypatch.setattr(bundle, "predict_table", fail)
+    monkeypatch.setattr(Bundle, "predict_table", fail)
     with pytest.raises(MemoryError, match="no memory"):
         predict_file(bundle, source, output, batch_size=BATCH, shards=4)
     assert not output.exists()
-    monkeypatch.setattr(bundle, "predict_table", predict)
+    monkeypatch.setattr(Bundle, "predict_table", predict)
     assert plan(tmp_path / "b", source, output, batch_size=BATCH, shards=4).missing() == [2, 3]
     assert predict_file(bundle, source, output, batch_size=BATCH, shards=4) == len(texts)
 

@@ -63,7 +63,6 @@ def place(tmp_path_factory) -> Path:
     import torch
     from helpers.label_vectors import label_vectors
 
-    from unidec.bundle.bundle import Bundle
     from unidec.bundle.bundle_folder import BundleLabels, Scoring, write_bundle
     from unidec.config import Encoder, Model
     from unidec.data.storage import write_folder
@@ -97,7 +96,7 @@ def place(tmp_path_factory) -> Path:
     texts = [" ".join(rng.choice(WORDS, rng.integers(1, 9))) for _ in range(ROWS)]
     pq.write_table(pa.table({"query": texts}), root / "in.parquet", row_group_size=999)
     names = (str(root / name) for name in ("bundle", "in.parquet", "whole.parquet"))
-    predict_file(Bundle.load(root / "bundle"), FileRequest(*names, k=3))
+    predict_file(FileRequest(*names, k=3))
     return root
 
 

@@ -15,7 +15,6 @@ from unidec.config import Encoder, Model
 from unidec.data.storage import write_folder
 from unidec.methods.assembly import additions
 from unidec.model.unidec import KIND, VERSION, UniDEC
-from unidec.ranking.heads import Heads
 from unidec.ranking.index import LabelIndex
 
 LABELS = [
@@ -125,9 +124,3 @@ def one_by_one(bundle: Bundle, texts: list[str]) -> tuple[np.ndarray | None, np.
         rows.append(bundle.model.encode_queries(tokens, np.arange(1)))
     de, clf = zip(*rows, strict=True)
     return tuple(None if part[0] is None else np.concatenate(part) for part in (de, clf))
-
-
-def queries(score: Any, de_BD: np.ndarray | None, clf_BD: np.ndarray | None) -> np.ndarray:
-    """The query side of an exported score."""
-    vectors = {name: np.zeros(shape, dtype=np.float32) for name, shape in score.vectors.items()}
-    return Heads(vectors, score.space, score.clf_normalize, score.clf_weight).queries(de_BD, clf_BD)

@@ -232,4 +232,4 @@ def predict_file(
     """`predict_file` with the options of a `FileRequest`. Torch encodes, as in the stub."""
     options = {"runtime": "torch"} | options
     request = files.FileRequest(str(bundle.path), str(source), str(target), k, **options)
-    return files.predict_file(bundle, request, shards)
+    return files.predict_file(request, shards)

@@ -84,7 +84,7 @@ def test_a_card_of_a_bundle_without_facts(facts: dict[str, Any], num_labels: int
         text="title",
         vectors={"de": [1, 8]},
         space="de",
-        clf_weight=1.5,
+        weights=lambda: {"de": 1.0},
         knn=None,
         fusion=None,
     )

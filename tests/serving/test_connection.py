@@ -116,7 +116,8 @@ def test_odd_requests_are_refused(started: Started) -> None:
         assert status(answer) == expected, (data[:60], answer[:200])
         error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
         assert error["what"] and error["fix"], data[:60]
-    for data in (b"hello\r\n\r\n", b"\x16\x03\x01\x02", CHUNKED + b"zz\r\n"):
+    two_lengths = CHUNKED.replace(b"transfer", b"content-length: 5\r\ntransfer") + b"0\r\n\r\n"
+    for data in (b"hello\r\n\r\n", b"\x16\x03\x01\x02", CHUNKED + b"zz\r\n", two_lengths):
         answer = server.answer(data)
         assert status(answer) == 400 and b"connection: close" in answer, data
     assert status(server.answer(b"GET /healthz HTTP/1.0\r\n\r\n")) == 200, "HTTP/1.0 has no Host"

@@ -14,7 +14,9 @@ def test_the_key_is_asked_for_on_all_but_the_page_and_the_health_routes() -> Non
     async def main() -> None:
         async with asgi.running(asgi.StubEngine(), "sécret") as server:
             for path in ("/", "/page/page.css", "/healthz", "/readyz"):
-                assert (await server.ask(path)).status == 200, path
+                reply = await server.ask(path)
+                assert reply.status == 200, path
+                assert reply.headers["x-content-type-options"] == "nosniff", path
             for path in (
                 "/version",
                 "/card",
@@ -28,6 +30,7 @@ def test_the_key_is_asked_for_on_all_but_the_page_and_the_health_routes() -> Non
                 reply = await server.ask(path)
                 assert reply.status == 401, path
                 assert reply.headers["www-authenticate"] == "Bearer", path
+                assert reply.headers["x-content-type-options"] == "nosniff", path
                 assert (
                     reply.json["error"]["what"] == "an API key is required"
                     and reply.json["error"]["fix"]
@@ -208,14 +211,11 @@ def test_a_body_where_none_is_expected_is_read_and_bounded() -> None:
     run(main)
 
 
-def test_a_head_that_is_too_large_or_has_two_lengths_is_refused() -> None:
+def test_a_head_that_is_too_large_is_refused() -> None:
     async def main() -> None:
         async with asgi.running(asgi.StubEngine()) as server:
             reply = await server.ask("/healthz", headers={"x": "y" * 70_000})
             assert (reply.status, reply.headers["connection"]) == (431, "close")
-            assert reply.json["error"]["fix"]
-            reply = await server.ask("/predict", b"{}", headers={"transfer-encoding": "chunked"})
-            assert (reply.status, reply.headers["connection"]) == (400, "close")
             assert reply.json["error"]["fix"]
 
     run(main)

@@ -207,17 +207,9 @@ class Answerer:
         """
         self.check(request)
         bundle = self.bundle
-        info = self.bundle.info
         encoded = self.encoder.encode([request.text])
         [prediction] = self._answer([request], encoded)
-        heads = {"de", "clf"}
-        for head in (info.space, request.head):
-            heads &= heads if head == "both" else {head}
-        weights: dict[str, float] = {head: 1.0 for head in ("de", "clf") if head in heads}
-        if len(heads) == 2:
-            weights["clf"] = info.clf_weight
-        if info.knn is not None and request.head == "both":
-            weights["knn"] = info.knn.weight
+        weights = bundle.info.weights(request.head)
         tokens, cut = bundle.tokenizer.pieces(request.text)
         return Explanation(prediction, weights, self._nearest(encoded, neighbours), tokens, cut)
 
@@ -260,8 +252,7 @@ class Answerer:
             if request.min_score is not None:
                 valid_K &= score_K >= request.min_score
             count_B.append(min(int(valid_K.sum()), request.k))
-        most = max(request.k for request in requests)
-        ranked = bundle.ranker.with_parts(encoded, ranked, most)
+        ranked = bundle.ranker.with_parts(encoded, ranked)
         is_own_ranking = first.head == "both" and first.tail == 0
         calibration = bundle.info.calibration if is_own_ranking else None
         predictions = named_predictions(ranked, count_B, bundle.uids, bundle.titles, calibration)
@@ -281,8 +272,7 @@ class Answerer:
         # `row_of` of all labels is built on first use: not touched without uids
         row_of = self.bundle.row_of if unique else {}
         rows = sorted(row_of[uid] for uid in unique if uid in row_of)
-        num_unknown = len(unique) - len(rows)
-        return np.asarray(rows, dtype=np.int64), num_unknown
+        return np.array(rows, dtype=np.int64), len(unique) - len(rows)
 
     def _nearest(self, encoded: Encoded, num: int) -> list[TrainingQuery] | None:
         """Up to `num` of the training queries that vote for a single query, nearest first."""

@@ -16,7 +16,6 @@ Legend: B queries, L labels, K results, M training queries, D width of a head.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from collections.abc import Sequence
@@ -121,13 +120,9 @@ class Bundle:
         labels = read_labels(root, info.num_labels)
         heads = read_heads(root, info, verify=verify)
         index = read_index(root, info, heads)
-        about: Any = None
-        if lazy:
-            with contextlib.suppress(ArtifactError):  # loading the model reports the reason
-                about = ModelConfig.read(root / "model")
-        if about is None:
-            about = _load_model(root / "model", device)
-        _check_model(root / "model", about, info)
+        model = root / "model"
+        about: Any = ModelConfig.read(model) if lazy else _load_model(model, device)
+        _check_model(model, about, info)
         neighbours = None
         if info.knn is not None:
             neighbours = read_neighbours(root, info, about.tokenizer_folder)

@@ -117,11 +117,9 @@ def write_bundle(
     columns = [text_array(texts, pa.string()) for texts in (labels.uids, labels.titles)]
     table = pa.table(columns, schema=LABEL_SCHEMA).combine_chunks()
     texts = [table["title"]]
-    size = sum(array.nbytes for array in vectors.values())
-    size += 4 * index.num_labels * index.dim
     if neighbours is not None:
         texts.append(neighbours.titles)
-        size += neighbours.titles.nbytes + 4 * neighbours.labels_ML.nnz
+    size = sum(array.nbytes for array in vectors.values())  # at least
     info = BundleInfo(
         num_labels=index.num_labels,
         dim=next(array.shape[1] for array in vectors.values() if array.ndim == 2),
@@ -152,8 +150,8 @@ def write_bundle(
         if neighbours is not None:
             write_neighbours(out.path, neighbours)
         index.save(out.path / INDEX)
-        info = info.model_copy(update={"index_bytes": (out.path / INDEX).stat().st_size})
-        write_json(out.path / "bundle.json", info.model_dump())
+        index_bytes = {"index_bytes": (out.path / INDEX).stat().st_size}
+        write_json(out.path / "bundle.json", info.model_dump() | index_bytes)
         out.meta.update(space=scoring.space, num_labels=index.num_labels, index=index.spec.kind)
     return Path(path)
 

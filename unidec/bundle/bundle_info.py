@@ -161,6 +161,18 @@ class BundleInfo(BaseModel):
             if num != expected:
                 raise ValueError(f"the word network has {num} features, expected {expected}")
 
+    def weights(self, head: Space = "both") -> dict[str, float]:
+        """Weight of each part of the score by name (de, clf, knn), in the bundle's own ranking or
+        in that by one head alone; parts that the score does not have are missing.
+        """
+        space = self.space if head == "both" else head
+        weights: dict[str, float] = {space: 1.0}
+        if space == "both":
+            weights = {"de": 1.0, "clf": self.clf_weight}
+        if self.knn is not None and head == "both":
+            weights["knn"] = self.knn.weight
+        return weights
+
     @property
     def index_spec(self) -> IndexSpec:
         """Kind and numbers of the index."""

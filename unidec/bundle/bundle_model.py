@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,15 @@ def write_model(
 def typical_texts(*columns: Any) -> list[str]:
     """Evenly spaced non-empty titles of these columns, to calibrate the 8-bit graph."""
     num = CALIBRATION_TEXTS // len(columns)
-    texts = []
-    for column in columns:
-        rows = np.linspace(0, len(column) - 1, num)
-        texts += column.take(rows.astype(np.int64)).to_pylist()
+    texts = chain.from_iterable(evenly_spaced(column, num) for column in columns)
     return [text for text in texts if text]
+
+
+def evenly_spaced(texts: Any, num: int) -> list[str]:
+    """At most `num` texts of an Arrow column, from the first to the last."""
+    rows = np.linspace(0, len(texts) - 1, min(num, len(texts)))
+    chosen: list[str] = texts.take(rows.astype(np.int64)).to_pylist()
+    return chosen
 
 
 def _write_changed(source: Path, target: Path, name: str, num_labels: int, dim: int) -> bool:

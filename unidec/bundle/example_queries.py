@@ -15,39 +15,26 @@ import pyarrow.compute as pc
 import scipy.sparse as sp
 from scipy.sparse import csr_matrix
 
-from unidec.bundle.bundle import Bundle
 from unidec.ranking.heads import unit_rows
 from unidec.ranking.neighbours import Neighbours
 from unidec.ranking.query_encoder import Encoded
 from unidec.ranking.sparse import Floats, Rows
 
-_BATCH = 1024  # texts encoded at once
 
-
-def encoded_examples(bundle: Bundle, texts: Sequence[str]) -> Encoded | None:
-    """Encode example queries for comparison in the bundle; None if there are none."""
-    if not texts:
-        return None
-    model = bundle.model
-    tokens = model.tokens(texts, "queries")
-    de_ED, clf_ED = model.vectors("queries", tokens, batch_size=_BATCH)
-    words_EF = None
-    if bundle.words is not None:
-        words_EF = bundle.words.vectors(*tokens.ragged(np.arange(len(tokens))))
-    return Encoded(de_ED, clf_ED, words_EF)
-
-
-def with_examples(text_SD: Floats, query_ED: Floats, place_E: Rows) -> Floats:
+def with_examples(text_SD: Floats | None, query_ED: Floats | None, place_E: Rows) -> Floats | None:
     """Turn each text's vector in the direction of the sum of text and example queries, each at unit
     length.
 
     Args:
-        text_SD, query_ED: float32, output of the same head for texts and for their example queries.
+        text_SD, query_ED: float32, output of the same head for texts and for their example queries;
+            None if the model lacks the head.
         place_E: int64 [E], row of each query's text.
 
     Returns:
         float32 [S, D] with the lengths of `text_SD`; texts without a query are unchanged.
     """
+    if text_SD is None or query_ED is None:
+        return None
     sum_SD = unit_rows(text_SD)
     np.add.at(sum_SD, place_E, unit_rows(query_ED))
     length_S1 = np.linalg.norm(text_SD, axis=1, keepdims=True)

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from unidec.bundle.bundle_folder import (
     Scoring,
     write_bundle,
 )
-from unidec.bundle.example_queries import encoded_examples, with_example_voters, with_examples
+from unidec.bundle.example_queries import with_example_voters, with_examples
 from unidec.bundle.label_file import LabelText, listing
 from unidec.data.lookalike import Known, difference, visible
 from unidec.data.storage import read_manifest
@@ -48,12 +47,12 @@ from unidec.ranking.heads import Heads, unit_rows
 from unidec.ranking.index import LabelIndex
 from unidec.ranking.neighbours import Neighbours
 from unidec.ranking.query_encoder import Encoded
-from unidec.ranking.sparse import NO_ROWS, Floats, Rows
+from unidec.ranking.sparse import Floats, Rows
 
 NEAREST = 3
 TEXT_SHARE = 0.6
 MEAN_WEIGHT = 3.0  # of the mean row, if scores are cosines
-_BATCH = 1024  # texts encoded at once
+_MANY = 1024  # texts, from which on encoding shows its progress
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,8 @@ class LabelChange:
     added: list[str]
     removed: list[str]
     renamed: list[str]
-    example_rows_E: Rows = field(default_factory=NO_ROWS.copy)
-    examples: list[str] = field(default_factory=list)
+    example_rows_E: Rows
+    examples: list[str]
 
     @classmethod
     def of(
@@ -98,17 +97,12 @@ class LabelChange:
             DataError: there are no labels, a uid occurs twice, or the lists differ in length.
         """
         titles = texts if titles is None else titles
-        counts = (len(uids), len(texts), len(titles))
+        counts = (len(set(uids)), len(uids), len(texts), len(titles))
         if 0 in counts or len(set(counts)) > 1:
             raise DataError(
-                "no labels, or parts of them are missing",
-                got="{} uids, {} texts, {} titles".format(*counts),
-                expected="a uid, a text and a title of each label, and at least one label",
-            )
-        ((most_frequent, count),) = Counter(uids).most_common(1)
-        if count > 1:
-            raise DataError(
-                "a label uid occurs twice", got=most_frequent, fix="give each label its own uid"
+                "not a set of labels: parts are missing, or a uid occurs twice",
+                got="{} different uids of {}, {} texts, {} titles".format(*counts),
+                expected="a uid of its own, a text and a title of each label; at least one label",
             )
         before = _titles(bundle)
         shown = dict(zip(uids, titles, strict=True))
@@ -157,13 +151,7 @@ class LabelChange:
             raise DataError(
                 "a bundle needs a label", got="all are removed", fix="keep one, or add one"
             )
-        change = cls._between(bundle, shown, encoded, {label.uid for label in changed})
-        row_of = {label.uid: len(shown) - len(add) + place for place, label in enumerate(add)}
-        return replace(
-            change,
-            example_rows_E=np.array([row_of[query.uid] for query in examples], dtype=np.int64),
-            examples=[query.text for query in examples],
-        )
+        return cls._between(bundle, shown, encoded, {label.uid for label in changed}, examples)
 
     @classmethod
     def _between(
@@ -172,12 +160,14 @@ class LabelChange:
         shown: Mapping[str, str],
         encoded: Mapping[str, str],
         renamed: Collection[str],
+        examples: Sequence[LabelText] = (),
     ) -> LabelChange:
-        """The change to the labels `shown` (uid to title), given the texts to encode and the uids
-        of changed labels.
+        """The change to the labels `shown` (uid to title), given the texts to encode, the uids of
+        changed labels, and example queries.
         """
         row_of = bundle.row_of
         uids = list(shown)
+        new_row_of = dict(zip(uids, range(len(uids)), strict=True))
         rows = [row for row, uid in enumerate(uids) if uid in encoded]
         return cls(
             uids=uids,
@@ -188,6 +178,8 @@ class LabelChange:
             added=[uid for uid in uids if uid not in row_of],
             removed=[uid for uid in row_of if uid not in shown],
             renamed=[uid for uid in uids if uid in renamed],
+            example_rows_E=np.array([new_row_of[query.uid] for query in examples], dtype=np.int64),
+            examples=[query.text for query in examples],
         )
 
     def __bool__(self) -> bool:
@@ -305,7 +297,7 @@ def with_labels(
     if info.knn is None and neighbours is not None:
         raise ValueError("no training queries vote in this bundle: it has no weight for them")
     read_manifest(bundle.path, KIND, VERSION, verify=True)
-    examples = encoded_examples(bundle, change.examples)
+    examples = bundle.encode(change.examples) if change.examples else None
     scoring = Scoring(
         space=info.space,
         clf_weight=info.clf_weight,
@@ -365,14 +357,12 @@ def _changed_vectors(
     before = bundle.vectors
     model = bundle.model
     tokens = model.tokens(change.texts_S, "labels")
-    desc = "labels" if len(change.texts_S) > _BATCH else None
-    de_SD, clf_SD = model.vectors("labels", tokens, batch_size=_BATCH, desc=desc)
+    desc = "labels" if len(change.texts_S) > _MANY else None
+    de_SD, clf_SD = model.vectors("labels", tokens, desc=desc)
     if examples is not None:
         place_E = np.searchsorted(encoded_S, change.example_rows_E)
-        if de_SD is not None and examples.de_BD is not None:
-            de_SD = with_examples(de_SD, examples.de_BD, place_E)
-        if clf_SD is not None and examples.clf_BD is not None:
-            clf_SD = with_examples(clf_SD, examples.clf_BD, place_E)
+        de_SD = with_examples(de_SD, examples.de_BD, place_E)
+        clf_SD = with_examples(clf_SD, examples.clf_BD, place_E)
     rows_L = np.maximum(source_L, 0)
     vectors = {name: array[rows_L] for name, array in before.items()}
     estimated_L = np.zeros(len(source_L), dtype=bool)

@@ -40,6 +40,7 @@ from unidec.ranking.query_encoder import Runtime, open_encoder
 QUERIES_A_SHARD = 1 << 16
 ENDINGS = (".parquet", ".csv", ".tsv", ".jsonl")
 TEXTS = "texts.arrow"  # copy of the texts, beside the plan
+SHARD = "predictions.arrow"
 GROUP_ROWS = 1 << 16  # approximate rows of a Parquet row group; small groups are slow to read
 _loading = threading.Lock()  # the threads of a process load a bundle only once
 
@@ -72,16 +73,12 @@ class FileRequest:
 
 
 def predict_file(
-    bundle: Bundle,
-    request: FileRequest,
-    shards: int | None = None,
-    bounds: RawBounds = DEFAULT_BOUNDS,
+    request: FileRequest, shards: int | None = None, bounds: RawBounds = DEFAULT_BOUNDS
 ) -> int:
     """Predict all queries of a file in this process; if it is killed, the same call resumes with
     the missing shards.
 
     Args:
-        bundle: the request's bundle, loaded.
         shards: number of shards; None: one for each 65,536 queries.
         bounds: limits of the input, and how quotes in it are read.
 
@@ -94,13 +91,11 @@ def predict_file(
     """
     with alone(shards_folder(request.output)):
         work = begin_predictions(request, shards, bounds)
-        if request.runtime != "torch":
-            bundle.encoder = open_encoder(bundle, request.runtime, threads=1)
         missing = work.missing()
         num_missing = sum(map(work.size, missing))
         with progress(total=num_missing, desc="predict", unit="query") as bar:
             for number in missing:
-                write_shard(work, number, bundle, bar.update)
+                write_shard(work, number, bar.update)
         merge(work)
     return work.num_rows
 
@@ -121,7 +116,7 @@ def begin_predictions(
     if target.suffix.lower() not in ENDINGS:
         what = "the output has an unknown format"
         raise DataError(what, where=target, expected=" ".join(ENDINGS))
-    if target.exists() and source.exists() and os.path.samefile(source, target):
+    if source.resolve() == target.resolve():
         what = "input and output are the same file"
         raise DataError(what, where=source, fix="choose another output")
     if request.k < 1:
@@ -187,14 +182,12 @@ def run_shard(folder: str | os.PathLike[str], number: int, threads: int = 0) -> 
 def write_shard(
     work: Work,
     number: int,
-    bundle: Bundle | None = None,
     show: Callable[[int], object] = lambda _count: None,
     threads: int = 0,
 ) -> None:
     """Predict the queries of one shard.
 
     Args:
-        bundle: the plan's bundle if it is already loaded.
         show: called with the number of queries of each finished batch.
         threads: as in `run_shard`.
 
@@ -203,10 +196,9 @@ def write_shard(
     """
     settings = work.settings
     first, last = work.rows(number)
-    if bundle is None:
-        facts = ("bundle", "bundle_sha256", "device", "runtime")
-        with _loading:
-            bundle = open_bundle(*(settings[name] for name in facts))
+    facts = ("bundle", "bundle_sha256", "device", "runtime")
+    with _loading:
+        bundle = open_bundle(*(settings[name] for name in facts))
     batch_size = settings["batch_size"]
     starts = range(first, last, batch_size)
     options = pa.ipc.IpcWriteOptions(compression="zstd")  # a query's text is stored k times
@@ -214,8 +206,8 @@ def write_shard(
         work.write(number) as out,
         pa.memory_map(str(work.folder / TEXTS)) as source,
         pa.ipc.open_file(source) as reader,
-        pa.OSFile(str(out.path / "predictions.arrow"), "wb") as file,
-        pa.ipc.new_file(file, PREDICTION_SCHEMA, options=options) as writer,
+        pa.OSFile(str(out.path / SHARD), "wb") as file,
+        pa.ipc.new_stream(file, PREDICTION_SCHEMA, options=options) as writer,
         thread_pool(threads or None) as pool,
     ):
 
@@ -279,13 +271,8 @@ def merge(work: Work) -> Path:
 
 def _tables(shards: Sequence[Path], group: int) -> Iterator[pa.Table]:
     """Predictions as tables of `group` batches each, independent of the shards' boundaries."""
-
-    def batches_of(shard: Path) -> Iterator[pa.RecordBatch]:
-        file = pa.ipc.open_file(pa.memory_map(str(shard / "predictions.arrow")))
-        for number in range(file.num_record_batches):
-            yield file.get_batch(number)
-
-    batches = chain.from_iterable(map(batches_of, shards))
+    files = (pa.memory_map(str(shard / SHARD)) for shard in shards)
+    batches = chain.from_iterable(map(pa.ipc.open_stream, files))
     while table_batches := list(islice(batches, group)):
         yield pa.Table.from_batches(table_batches).combine_chunks()
 

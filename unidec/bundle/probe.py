@@ -11,9 +11,9 @@ The last line of the output is a `Probe` as JSON. Only modules needed for servin
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unidec import machine
+from unidec.bundle.bundle_model import evenly_spaced
 from unidec.errors import ArtifactError
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ WARM_UP = 8  # queries answered before measuring
 NUM_TITLES = 16
 LONGEST_TITLE = 400
 _ODD_TEXTS = ("zzyzx ⸘ 42", "a " * 100)  # unknown words, and more tokens than a model reads
-_PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h
 _NICE = 5
 
 
@@ -97,7 +97,7 @@ def probe_bundle(
         "runtime": runtime,
         "threads": threads,
         "max_bytes": max_bytes,
-        "parent": os.getpid(),
+        "seconds": math.ceil(timeout),
     }
     fix = f"look at it with: unidec predict --bundle {bundle} TEXT"
     # as in the server: spinning threads would count as CPU time
@@ -135,10 +135,9 @@ def probe_bundle(
 
 def known_texts(bundle: Bundle) -> list[str]:
     """Queries for any bundle: titles of some of its labels, and two unusual texts."""
-    rows = np.linspace(0, bundle.num_labels - 1, NUM_TITLES).astype(np.int64)
-    _, titles = bundle.named(np.unique(rows))
-    known = [title[:LONGEST_TITLE] for title in titles]
-    return [title for title in known if title.strip()] + list(_ODD_TEXTS)
+    titles = evenly_spaced(bundle.titles, NUM_TITLES)
+    known = [title[:LONGEST_TITLE] for title in titles if title.strip()]
+    return [*known, *_ODD_TEXTS]
 
 
 def main() -> None:
@@ -146,7 +145,8 @@ def main() -> None:
     with code 1.
     """
     job = json.load(sys.stdin)
-    _die_with_parent(job["parent"])
+    # also ends a loop in a C++ library if the process that waits for the answer was killed
+    signal.alarm(job["seconds"])
     try:
         print(json.dumps(asdict(_probe(job))))
     except Exception as error:  # any error is a reason not to serve the bundle
@@ -201,15 +201,6 @@ def _probe(job: dict[str, Any]) -> Probe:
         peak_megabytes=machine.host_peak() / 1e6,
         megabytes=num_bytes / 1e6,
     )
-
-
-def _die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent dies (Linux)."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # the parent died before the call above
-    if parent and os.name == "posix" and os.getppid() != parent:
-        os._exit(1)
 
 
 def _limit_memory(more: int) -> None:

@@ -33,10 +33,14 @@ def read_texts(path: Path, column: str | None, bounds: RawBounds = DEFAULT_BOUND
             last text, if some texts are blank: lists the first of them.
     """
     check = partial(text_column, column=column, where=str(path))
-    accepted = (column,) if column else TEXT_COLUMNS
-    rows = read_rows(path, accepted, check, bounds)
+    rows = read_rows(path, _accepted(column), check, bounds)
     for text, _ in _texts(rows, path, column):
         yield text
+
+
+def _accepted(column: str | None) -> tuple[str, ...]:
+    """Names of the text column, the first that exists being read."""
+    return (column,) if column else TEXT_COLUMNS
 
 
 def _texts(
@@ -77,7 +81,7 @@ def text_column(names: Sequence[str], column: str | None, where: str) -> str:
     """Name of the text column: `column` if given, else `query`, else `text`; raises DataError if it
     is missing.
     """
-    accepted = (column,) if column else TEXT_COLUMNS
+    accepted = _accepted(column)
     for name in accepted:
         if name in names:
             return name
@@ -122,8 +126,8 @@ def read_window(
             lines of a .jsonl file are skipped with a warning.
     """
     check = partial(text_column, column=column, where=str(path))
-    accepted = (column,) if column else TEXT_COLUMNS
-    numbered = readable_rows(path, (*accepted, *LABEL_COLUMNS), check, bounds)
+    columns = (*_accepted(column), *LABEL_COLUMNS)
+    numbered = readable_rows(path, columns, check, bounds)
     texts: list[str] = []
     rows: list[dict[str, Any]] = []
     for text, row in _texts(numbered, path, column):

@@ -94,20 +94,19 @@ def predict(
             raise DataError("empty text", where=f"text {number}", got=repr(text), fix="remove it")
     bounds = load_if_there(params, assignments).raw
     folder = bundle_folder(bundle)
-    from unidec.bundle.bundle import Bundle
-
-    loaded = Bundle.load(folder, lazy=runtime != "torch")
     if source is not None:
         from unidec.bundle.predict_file import FileRequest, predict_file
 
         request = FileRequest(
             str(folder), str(source), str(target), k=k, column=column, runtime=runtime
         )
-        count = predict_file(loaded, request, bounds=bounds)
+        count = predict_file(request, bounds=bounds)
         show("predict", {"queries": count, "output": str(target)}, as_json)
         return
+    from unidec.bundle.bundle import Bundle
     from unidec.ranking.query_encoder import open_encoder
 
+    loaded = Bundle.load(folder, lazy=runtime != "torch")
     loaded.encoder = open_encoder(loaded, runtime)
     table = loaded.predict_table(texts or [], k).drop_columns(["query_row"])
     frame = table.to_pandas().astype({"score": float})
@@ -221,9 +220,10 @@ def vectors(
     bundle: BundleAddress = DEFAULT_BUNDLE,
 ) -> Any:
     """Write uid, title and vector of every label, for a vector database with inner product."""
+    from unidec.bundle.bundle import Bundle
     from unidec.bundle.export.vectors import export_vectors
 
-    return export_vectors(bundle_folder(bundle), target, head=head)
+    return export_vectors(Bundle.load(bundle_folder(bundle), lazy=True), target, head=head)
 
 
 @command(export_app, "--output onnx", "--head de --bundle models:/unidec/7")

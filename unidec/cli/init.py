@@ -90,17 +90,10 @@ def init(
             where=path,
             fix="unidec init --data-path FOLDER, or another folder for params.yaml",
         )
+    load_params(None if before is None else path, values)  # refuses values that are not valid
     folder.mkdir(parents=True, exist_ok=True)
     text = _new(DEFAULTS | values) if before is None else _changed(before, values, path)
     path.write_text(text, encoding="utf-8")
-    try:
-        load_params(path)
-    except ConfigError:
-        if before is None:
-            path.unlink()
-        else:
-            path.write_text(before, encoding="utf-8")
-        raise
     written = ", ".join(f"{key}: {value}" for key, value in values.items()) or "written"
     if data_path is not None:
         _warn_of_missing(folder / data_path)

@@ -176,17 +176,15 @@ class Ranker:
         """The k best labels by the heads' score alone, without votes and fusion."""
         return self._search(self.queries(encoded), k, excluded)
 
-    def with_parts(self, encoded: Encoded, ranked: Ranked, most: int | None = None) -> Ranked:
-        """The same labels with the scores of each head alone; with `most`, only for the first
-        `most` labels.
-        """
+    def with_parts(self, encoded: Encoded, ranked: Ranked) -> Ranked:
+        """The same labels with the scores of each head alone."""
 
         def own_scores(head: Head, query_BD: Floats | None) -> Floats | None:
             heads = self._alone.get(head)
             if heads is None or query_BD is None:
                 return None
             own_BD = heads.queries(query_BD, query_BD)
-            return heads.found_scores(own_BD, ranked.rows[:, :most])
+            return heads.found_scores(own_BD, ranked.rows)
 
         return replace(
             ranked,

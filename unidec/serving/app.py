@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Awaitable, Callable
 from typing import Any
 
-import orjson
 from fastapi import FastAPI, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
@@ -72,7 +69,6 @@ def create_app(
         description=_ABOUT,
         docs_url=None,
         redoc_url=None,
-        openapi_url=None,
         lifespan=routes.lifespan,
         redirect_slashes=False,
         telemetry=_NO_TELEMETRY,
@@ -83,7 +79,6 @@ def create_app(
     # the hot path without FastAPI's dependencies (80 of 200 us per request); FastAPI's own route
     # documents it
     app.router.routes.insert(0, Route("/predict", routes.predict, methods=["POST"]))
-    app.router.routes.insert(0, Route("/openapi.json", _openapi_route(app), methods=["GET"]))
     app.router.routes.extend(page_routes())
     paths = {getattr(route, "path", "") for route in app.router.routes}
     free = frozenset({"/", "/healthz", "/readyz"}) | PAGE_PATHS
@@ -167,19 +162,6 @@ def _post(model: Any, example: dict[str, Any]) -> dict[str, Any]:
     return {"methods": ["POST"], "openapi_extra": {"requestBody": body}}
 
 
-def _openapi_route(app: FastAPI) -> Callable[[Request], Awaitable[Response]]:
-    """Serves the cached OpenAPI: FastAPI's route would serialise it on each request, in 2 ms."""
-
-    @functools.cache
-    def description() -> bytes:
-        return orjson.dumps(app.openapi())
-
-    async def answer(request: Request) -> Response:
-        return JsonBytes(description())
-
-    return answer
-
-
 async def _not_routed(request: Request, error: Exception) -> Response:
     """Convert Starlette's errors: unknown path, or wrong method."""
     assert isinstance(error, HTTPException)
@@ -193,7 +175,7 @@ async def _not_routed(request: Request, error: Exception) -> Response:
             got=request.method,
             expected=allowed,
             fix="use a method of the header Allow",
-            headers=[(b"allow", allowed.encode())],
+            headers={"allow": allowed},
         )
     raise RequestError(
         error.status_code,

@@ -161,12 +161,11 @@ class LabelSearch:
         wanted = prefix.lower()
         in_uid = pc.starts_with(self._uids, wanted)
         begins = pc.or_(in_uid, pc.starts_with(self._titles, wanted))
-        rows = pc.indices_nonzero(begins)[: limit + 1].to_pylist()
-        if wanted and len(rows) <= limit:
+        rows = pc.indices_nonzero(begins)
+        if wanted:
             has_word = pc.match_substring(self._titles, f" {wanted}")
-            more = pc.indices_nonzero(pc.and_not(has_word, begins))
-            rows += more[: limit + 1 - len(rows)].to_pylist()
-        shown = pa.array(rows[:limit], pa.int64())
+            rows = pa.concat_arrays([rows, pc.indices_nonzero(pc.and_not(has_word, begins))])
+        shown = rows[:limit]
         columns = {"uid": self.uids.take(shown), "title": self.titles.take(shown)}
         return pa.table(columns).to_pylist(), len(rows) > limit
 

@@ -22,6 +22,7 @@ from typing import Any
 from unidec.addresses import without_credentials
 from unidec.bundle.probe import Probe, probe_bundle
 from unidec.config import Serve
+from unidec.data.storage import folder_bytes
 from unidec.data.temporary import remove_folder
 from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.machine import available_host, give_back
@@ -115,7 +116,7 @@ def probe_as_served(folder: Path, settings: Serve) -> Probe:
     Raises:
         ArtifactError: it does not load, takes too much memory, crashes or does not answer in time.
     """
-    size = _num_bytes(folder)
+    size = folder_bytes(folder)
     return probe_bundle(
         folder,
         None,
@@ -162,7 +163,7 @@ class Follower:
         self._uri = tracking_uri() if self.address else ""
         if registry is None and self.address is not None:
             registry = Registry(self.address, self._uri)
-        self._registry = registry
+        self._registry: Any = registry  # None if a folder is served
         self._probe = probe
         self._load = load
         self._ended = threading.Event()
@@ -228,17 +229,17 @@ class Follower:
         """The registry's version; if it is not available, the version that was served before the
         restart.
         """
-        if self._registry is None:
+        if self.address is None:
             self.found.set_result(None)
             return self._load_engine(None, Path(self.source))
         noted = last_known(self._uri, self.source)
         version: Identity | None = None
         try:
-            version = self._look(self._registry)
+            version = self._look()
             self.found.set_result(None)
             # the very first version does not replace any
             is_new = noted is not None and noted["sha256"] != version.sha256
-            engine = self._new_engine(self._registry, version, probed=is_new)
+            engine = self._new_engine(version, probed=is_new)
         except UnidecError as error:
             if noted is None or (version is not None and noted["sha256"] == version.sha256):
                 raise
@@ -257,14 +258,14 @@ class Follower:
         if is_new:
             log.warning("%s", why)
 
-    def _look(self, registry: Registry) -> Identity:
+    def _look(self) -> Identity:
         """The version that the address names now.
 
         Raises:
             RegistryAway: no answer. ConfigError: there is no such version.
         """
         try:
-            found = registry.find()
+            found: Identity = self._registry.find()
         except UnidecError as error:
             self._state["registry"] = "away" if isinstance(error, RegistryAway) else "up"
             raise
@@ -276,8 +277,7 @@ class Follower:
         return found
 
     def _poll(self) -> None:
-        assert self._registry is not None
-        version = self._look(self._registry)
+        version = self._look()
         # only their hashes: a reference would keep an engine from being freed
         current = _sha256_of(self.service.current)
         previous = _sha256_of(self.service.previous)
@@ -288,8 +288,8 @@ class Follower:
             self._swapped(version)
         elif self._may_try(version):
             try:
-                engine = self._new_engine(self._registry, version, probed=True)
-                if self._look(self._registry) != version or self._ended.is_set():
+                engine = self._new_engine(version, probed=True)
+                if self._look() != version or self._ended.is_set():
                     return  # the next poll handles the version that it names now
                 self._serve(engine)
             except RegistryAway:
@@ -323,7 +323,7 @@ class Follower:
             except (ArtifactError, OSError) as error:
                 log.warning("the served version could not be recorded for a restart: %s", error)
 
-    def _new_engine(self, registry: Registry, version: Identity, probed: bool) -> Engine:
+    def _new_engine(self, version: Identity, probed: bool) -> Engine:
         """Fetch a version, probe it in a fresh process if `probed`, and load it."""
         if not version.sha256:
             raise ArtifactError(
@@ -333,7 +333,7 @@ class Follower:
                 fix="register it with `unidec models register`",
             )
         is_new = not (COPIES / version.sha256[:16]).is_dir()
-        folder = registry.fetch(version)
+        folder: Path = self._registry.fetch(version)
         if is_new:
             self._fetched.add(folder.resolve())
         if probed:
@@ -347,7 +347,7 @@ class Follower:
             ArtifactError: the bundle is damaged or not the given version, or there is still too
             little memory.
         """
-        needed = _num_bytes(folder) + KEEP_FREE
+        needed = folder_bytes(folder) + KEEP_FREE
         if needed > available_host() and self.service.previous is not None:
             log.warning("memory is low: the previous model is no longer kept")
             self.service.previous = None
@@ -407,10 +407,6 @@ def _sha256_of(engine: Engine | None) -> str | None:
 def _identity(noted: dict[str, Any]) -> Identity:
     """The version in a note of `note_known`, without the note's time."""
     return Identity(**{name: value for name, value in noted.items() if name != "at"})
-
-
-def _num_bytes(folder: Path) -> int:
-    return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 
 def _named(error: Exception) -> str:

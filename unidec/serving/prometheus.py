@@ -7,7 +7,6 @@ info metric.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -31,10 +30,6 @@ BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SCORES = tuple(round(0.1 * i, 1) for i in range(-5, 41))
 
 
-# at most this share of the time goes into rendering the page; meanwhile it is served from a cache
-_PAGE_SHARE = 0.05
-
-
 class _Live(NamedTuple):
     collect: Callable[[], Iterable[Any]]
 
@@ -43,41 +38,31 @@ class Metrics:
     """The server's counters; further collectors can be added to `registry`."""
 
     def __init__(self) -> None:
-        self._page = b""
-        self._page_until = 0.0
         disable_created_metrics()  # else a timestamp beside every counter
         self.registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self.registry)
-
-        def counter(name: str, about: str, *labels: str) -> Counter:
-            return Counter(f"unidec_{name}", about, labels, registry=self.registry)
-
-        def histogram(name: str, about: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(
-                f"unidec_{name}", about, labels, buckets=buckets, registry=self.registry
-            )
-
-        self.requests = counter("requests", "Requests answered", "route", "status")
-        self.request_seconds = histogram(
-            "request_seconds", "From reading the head to writing the answer", SECONDS, "route"
+        ours: Any = {"namespace": "unidec", "registry": self.registry}
+        by_route = ("route", "status")
+        self.requests = Counter("requests", "Requests answered", by_route, **ours)
+        about = "From reading the head to writing the answer"
+        self.request_seconds = Histogram(
+            "request_seconds", about, ("route",), buckets=SECONDS, **ours
         )
-        self._errors = counter("errors", "Requests answered with an error, by kind", "kind")
-        self.in_flight = Gauge(
-            "unidec_in_flight_requests", "Requests being answered", registry=self.registry
-        )
-        self.batch_queries = histogram("batch_queries", "Queries per batch", BATCH)
-        self.batch_seconds = histogram("batch_seconds", "The model's time per batch", SECONDS)
-        self.queries = counter("queries", "Queries answered, including from the cache")
-        self.cache_hits = counter("cache_hits", "Queries answered from the cache")
-        self.cache_misses = counter("cache_misses", "Queries that the cache did not hold")
-        self.best_score = histogram(
-            "best_score", "Score of each query's best label, both heads", SCORES
-        )
-        self.empty = counter("empty_answers", "Queries without any label in their answer")
-        self.tokens = counter("tokens", "Tokens of queries")
-        self.unknown_tokens = counter(
-            "unknown_tokens", "Tokens of queries that the tokenizer does not know"
-        )
+        about = "Requests answered with an error, by kind"
+        self._errors = Counter("errors", about, ("kind",), **ours)
+        self.in_flight = Gauge("in_flight_requests", "Requests being answered", **ours)
+        self.batch_queries = Histogram("batch_queries", "Queries per batch", buckets=BATCH, **ours)
+        about = "The model's time per batch"
+        self.batch_seconds = Histogram("batch_seconds", about, buckets=SECONDS, **ours)
+        self.queries = Counter("queries", "Queries answered, including from the cache", **ours)
+        self.cache_hits = Counter("cache_hits", "Queries answered from the cache", **ours)
+        self.cache_misses = Counter("cache_misses", "Queries that the cache did not hold", **ours)
+        about = "Score of each query's best label, both heads"
+        self.best_score = Histogram("best_score", about, buckets=SCORES, **ours)
+        self.empty = Counter("empty_answers", "Queries without any label in their answer", **ours)
+        self.tokens = Counter("tokens", "Tokens of queries", **ours)
+        about = "Tokens of queries that the tokenizer does not know"
+        self.unknown_tokens = Counter("unknown_tokens", about, **ours)
 
     def error(self, kind: str) -> None:
         """Count an error."""
@@ -88,13 +73,8 @@ class Metrics:
         self.registry.register(_Live(current))
 
     def page(self) -> bytes:
-        """The text that Prometheus scrapes; cached for some milliseconds."""
-        begun = time.monotonic()
-        if begun >= self._page_until:
-            self._page = generate_latest(self.registry)
-            took = time.monotonic() - begun
-            self._page_until = begun + took / _PAGE_SHARE
-        return self._page
+        """The text that Prometheus scrapes."""
+        return generate_latest(self.registry)
 
 
 def model_metrics(engine: Any, queue_queries: int) -> Iterable[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_SHOWN = 100  # characters of a value, so that an answer never echoes a large request
@@ -34,7 +34,7 @@ class RequestError(Exception):
         fix: str = "",
         retry_after: int | None = None,
         close: bool = False,
-        headers: Iterable[tuple[bytes, bytes]] = (),
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(what)
         self.status = status
@@ -47,11 +47,11 @@ class RequestError(Exception):
             "expected": str(expected),
             "fix": fix,
         }
-        self.headers = list(headers)
+        self.headers = dict(headers or {})
         if retry_after is not None:
-            self.headers.append((b"retry-after", b"%d" % retry_after))
+            self.headers["retry-after"] = str(retry_after)
         if close:
-            self.headers.append((b"connection", b"close"))
+            self.headers["connection"] = "close"
 
     def body(self) -> bytes:
         """The JSON body."""

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import orjson
 from cachetools import LRUCache
 from fastapi import FastAPI, Query, Request, Response
+from fastapi.responses import JSONResponse
 
 from unidec.bundle.answer import LabelQuery
 from unidec.config import Serve
@@ -25,7 +26,7 @@ from unidec.errors import DataError
 from unidec.serving import schemas
 from unidec.serving.batching import Batcher
 from unidec.serving.engine import Engine, Service
-from unidec.serving.middleware import BODY, NO_SNIFFING
+from unidec.serving.middleware import BODY
 from unidec.serving.prometheus import model_metrics
 from unidec.serving.request_error import RequestError
 from unidec.serving.schemas import Answer, answer_of, explain_json, predict_json
@@ -36,19 +37,12 @@ MAX_LABELS = 50
 CACHED_BYTES = 4096
 STUCK_SECONDS = 60.0
 
-_JSON = [(b"content-type", b"application/json"), NO_SNIFFING]
 
+class JsonBytes(JSONResponse):
+    """A response of JSON as bytes."""
 
-class JsonBytes(Response):
-    """A JSON response from bytes; skips Starlette's search for missing headers."""
-
-    def __init__(
-        self, body: bytes, status_code: int = 200, headers: Sequence[tuple[bytes, bytes]] = ()
-    ) -> None:
-        self.status_code = status_code
-        self.body = body
-        self.background = None
-        self.raw_headers = [*_JSON, (b"content-length", b"%d" % len(body)), *headers]
+    def render(self, content: bytes) -> bytes:
+        return content
 
 
 class Routes:
@@ -135,16 +129,18 @@ class Routes:
         if not self.cache.maxsize or sum(map(len, filters)) + longest > CACHED_BYTES:
             return await self._answers(engine, queries, request)
         sha256 = engine.identity.sha256
-        cached = [self.cache.get((sha256, query)) for query in queries]
-        new = [query for query, answer in zip(queries, cached, strict=True) if answer is None]
+        answers = {}
+        for query in queries:
+            if answer := self.cache.get((sha256, query)):
+                answers[query] = answer
+        new = list(dict.fromkeys(query for query in queries if query not in answers))
         self.figures.cache_hits.inc(len(queries) - len(new))
         self.figures.cache_misses.inc(len(new))
-        made = await self._answers(engine, new, request)
-        for query, answer in zip(new, made, strict=True):
+        for query, answer in zip(new, await self._answers(engine, new, request), strict=True):
+            answers[query] = answer
             with contextlib.suppress(ValueError):  # larger than the whole cache
                 self.cache[sha256, query] = answer
-        rest = iter(made)
-        return [next(rest) if answer is None else answer for answer in cached]
+        return [answers[query] for query in queries]
 
     async def _answers(
         self, engine: Engine, queries: Sequence[LabelQuery], request: Request

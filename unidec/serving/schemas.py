@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
-import numpy as np
 import orjson
 from pydantic import (
     AfterValidator,
@@ -19,10 +18,10 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    create_model,
 )
 from pydantic_core import PydanticCustomError
 
+from unidec.bundle.bundle_model import evenly_spaced
 from unidec.config import Serve
 from unidec.data.tokens import is_blank
 from unidec.serving.request_error import RequestError, wrong_values
@@ -43,6 +42,7 @@ _TOKEN = rb'[^"\[{,]*+(?:"(?:[^"\\]++|\\.)*+"|[\[{,])'  # a JSON string, or up t
 NUM_EXAMPLES = 6
 LABELS_SHOWN = 10  # of a training query
 MAX_TEXT = 500  # characters of an example
+NO_WEIGHTS = {"de": 0.0, "clf": 0.0, "knn": 0.0}  # of parts that a score does not have
 LIMITS = ("max_k", "max_query_chars", "max_queries", "max_filter_labels")
 
 
@@ -77,49 +77,54 @@ INVISIBLE = (
 def request_models(settings: Serve) -> RequestModels:
     """The request models with a server's limits."""
     has_visible: Any = {"pattern": f"[^{INVISIBLE}]"}  # for OpenAPI; `_not_blank` checks
-    written = Field(max_length=settings.max_query_chars, json_schema_extra=has_visible)
-    text: Any = Annotated[str, written, AfterValidator(_not_blank)]
-    some = Field(min_length=1, max_length=settings.max_queries, fail_fast=True)
-    queries: Any = Annotated[list[text], some]
-    shared = _shared_fields(settings)
+    characters = Field(max_length=settings.max_query_chars, json_schema_extra=has_visible)
+    texts = Field(min_length=1, max_length=settings.max_queries, fail_fast=True)
+    uids = Field(max_length=settings.max_filter_labels, fail_fast=True)
     tokens = 2 * (settings.max_queries + 2 * settings.max_filter_labels) + _MORE_TOKENS
-    too_many = re.compile(b"(?:%b){%d}+" % (_TOKEN, tokens), re.DOTALL)
+    Text: TypeAlias = Annotated[str, characters, AfterValidator(_not_blank)]
+    Uids: TypeAlias = Annotated[list[Uid], uids]
 
-    def model(name: str, **fields: Any) -> type[RequestBase]:
-        created = create_model(name, __base__=RequestBase, **fields)
-        created.too_many = too_many
-        return created
+    class Limited(RequestBase):
+        too_many = re.compile(b"(?:%b){%d}+" % (_TOKEN, tokens), re.DOTALL)
 
-    return RequestModels(
-        model("PredictRequest", queries=(queries, Field(description="texts to label")), **shared),
-        model("ExplainRequest", query=(text, Field(description="text to label")), **shared),
-        model(
-            "FeedbackRequest",
-            query=(text, ...),
-            label=(Uid, Field(description="uid")),
-            relevant=(bool, ...),
-        ),
-    )
+    class Options(Limited):
+        k: Annotated[int, BeforeValidator(_whole)] = Field(
+            min(DEFAULT_K, settings.max_k),
+            ge=1,
+            le=settings.max_k,
+            description="labels per query; fewer if fewer are left",
+        )
+        allow: Uids | None = Field(
+            None,
+            description="uids: only these labels may be returned; unknown ones are ignored and "
+            "counted",
+        )
+        deny: Uids = Field([], description="uids: these labels are never returned")
+        min_score: float | None = Field(None, description="labels with a lower score are dropped")
+        head: Head = Field(
+            "both",
+            description="rank by both heads (the bundle's ranking), the dual encoder, or the "
+            "classifier",
+        )
+        tail: float = Field(
+            0.0,
+            ge=-10,
+            le=10,
+            description="above 0 ranks rare labels higher; only with a learnt fusion",
+        )
 
+    class PredictRequest(Options):
+        queries: Annotated[list[Text], texts] = Field(description="texts to label")
 
-def _shared_fields(settings: Serve) -> dict[str, Any]:
-    """Fields of a request for labels: name -> type, and default with description."""
-    uids: Any = Annotated[list[Uid], Field(max_length=settings.max_filter_labels, fail_fast=True)]
-    k: Any = Annotated[int, Field(ge=1, le=settings.max_k), BeforeValidator(_whole)]
-    about_k = "labels per query; fewer if fewer are left"
-    about_allow = "uids: only these labels may be returned; unknown ones are ignored and counted"
-    about_deny = "uids: these labels are never returned"
-    about_score = "labels with a lower score are dropped"
-    about_head = "rank by both heads (the bundle's ranking), the dual encoder, or the classifier"
-    about_tail = "above 0 ranks rare labels higher; only with a learnt fusion"
-    return {
-        "k": (k, Field(min(DEFAULT_K, settings.max_k), description=about_k)),
-        "allow": (uids | None, Field(None, description=about_allow)),
-        "deny": (uids, Field(default_factory=list, description=about_deny)),
-        "min_score": (float | None, Field(None, description=about_score)),
-        "head": (Head, Field("both", description=about_head)),
-        "tail": (float, Field(0.0, ge=-10, le=10, description=about_tail)),
-    }
+    class ExplainRequest(Options):
+        query: Text = Field(description="text to label")
+
+    class FeedbackRequest(Limited):
+        query: Text
+        label: Uid = Field(description="uid")
+        relevant: bool
+
+    return RequestModels(PredictRequest, ExplainRequest, FeedbackRequest)
 
 
 def _not_blank(text: str) -> str:
@@ -266,7 +271,7 @@ def predict_json(model: bytes, answers: Sequence[bytes]) -> bytes:
 def explain_json(model: bytes, explanation: Explanation) -> bytes:
     """The body of POST /explain."""
     facts = _facts(explanation.prediction)
-    facts["weights"] = {name: explanation.weights.get(name, 0.0) for name in ("de", "clf", "knn")}
+    facts["weights"] = NO_WEIGHTS | explanation.weights
     facts["nearest"] = [_near(near) for near in explanation.neighbours or ()]
     facts["tokens"] = [
         {"piece": token.text, "unknown": token.unknown}
@@ -312,13 +317,6 @@ def card(bundle: Bundle, settings: Serve) -> dict[str, Any]:
     info = bundle.info
     # queries of the data
     texts = bundle.titles if bundle.neighbours is None else bundle.neighbours.titles
-    middles = (2 * np.arange(NUM_EXAMPLES) + 1) / (2 * NUM_EXAMPLES)
-    rows = np.unique((middles * len(texts)).astype(int))[: len(texts)]
-    votes = info.knn
-    weights = {"de": 1.0, "clf": info.clf_weight, "knn": votes.weight if votes else 0.0}
-    if info.space != "both":
-        weights["de"] = float(info.space == "de")
-        weights["clf"] = float(info.space == "clf")
     return {
         "unidec": __version__,
         "index": {"kind": info.index_kind, "width": info.width},
@@ -330,15 +328,15 @@ def card(bundle: Bundle, settings: Serve) -> dict[str, Any]:
             "rows": _at(info.card, "profile", "rows"),
         },
         "num_labels": bundle.num_labels,
-        "num_neighbours": votes.num_queries if votes else 0,
+        "num_neighbours": info.knn.num_queries if info.knn else 0,
         "text": info.text,
         "heads": [name for name in ("de", "clf") if name in info.vectors],
         "space": info.space,
-        "weights": weights,
+        "weights": NO_WEIGHTS | info.weights(),
         "fused": info.fusion is not None,
         "metrics": info.metrics,
         "score_quantiles": _at(info.card, "profile", "served", "score_quantiles"),
-        "examples": [text[:MAX_TEXT] for text in texts.take(rows).to_pylist()],
+        "examples": [text[:MAX_TEXT] for text in evenly_spaced(texts, NUM_EXAMPLES)],
         "limits": {name: getattr(settings, name) for name in LIMITS},
     }
 

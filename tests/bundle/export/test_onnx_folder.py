@@ -65,7 +65,7 @@ def test_every_encoder_in_onnxruntime(make_bundle, tmp_path, name, normalize, bi
     expected = {
         "de": de,
         "clf": clf,
-        "vector": real_model.queries(scored_by(bundle.info), de, clf),
+        "vector": scored_by(bundle).queries(de, clf),
     }
     for output, vectors in expected.items():
         assert together[output].dtype == np.float32

@@ -53,9 +53,7 @@ def test_stock_modules_give_the_models_vectors(
         printed
     )
     got = model.encode(real_model.TEXTS)
-    expected = real_model.queries(
-        scored_by(bundle.info, head), *real_model.one_by_one(bundle, real_model.TEXTS)
-    )
+    expected = scored_by(bundle, head).queries(*real_model.one_by_one(bundle, real_model.TEXTS))
     assert got.dtype == np.float32
     assert got.shape == expected.shape == (7, told["width"])
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)

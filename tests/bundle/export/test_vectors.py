@@ -8,7 +8,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import real_model
 from helpers import tiny_bundle as tiny
 
 from unidec.bundle.bundle import Bundle
@@ -16,6 +15,8 @@ from unidec.bundle.export import vectors as heads
 from unidec.bundle.export.vectors import export_vectors, scored_by
 from unidec.data.storage import folder_sha256
 from unidec.errors import ArtifactError, DataError
+
+pytestmark = pytest.mark.usefixtures("stub_model")
 
 
 def slow_scores(
@@ -53,7 +54,8 @@ def test_inner_products_are_the_heads_scores(
     options = {"clf_normalize": normalize, "bias": bias, "clf_weight": 0.7}
     parts = tiny.write_tiny_bundle(tmp_path / "bundle", rng, **options)
     target = tmp_path / "labels.parquet"
-    told = export_vectors(tmp_path / "bundle", target, head=head)
+    bundle = Bundle.load(tmp_path / "bundle")
+    told = export_vectors(bundle, target, head=head)
     table = pq.read_table(target)
     got = np.stack(table["vector"].to_numpy())
     rows = table.drop_columns(["vector"]).to_pylist()
@@ -64,21 +66,19 @@ def test_inner_products_are_the_heads_scores(
     assert rows == expected
     assert told["bytes"] == target.stat().st_size
 
-    from unidec.bundle.bundle_folder import read_info
-
     de_BD = rng.normal(size=(3, tiny.DIM)).astype(np.float32)
     de_BD /= np.linalg.norm(de_BD, axis=1, keepdims=True)
     clf_BD = rng.normal(size=(3, tiny.DIM)).astype(np.float32)
-    query = real_model.queries(scored_by(read_info(tmp_path / "bundle"), head), de_BD, clf_BD)
+    query = scored_by(bundle, head).queries(de_BD, clf_BD)
     for b in range(3):
         want = slow_scores(parts, 0.7, normalize, head, de_BD[b], clf_BD[b])
         np.testing.assert_allclose(got @ query[b], want, rtol=1e-5, atol=1e-5)
 
 
-def test_a_search_over_the_file_ranks_as_the_bundle_does(tmp_path, rng, stub_model) -> None:
+def test_a_search_over_the_file_ranks_as_the_bundle_does(tmp_path, rng) -> None:
     tiny.write_tiny_bundle(tmp_path / "bundle", rng, clf_weight=0.9)
     bundle = Bundle.load(tmp_path / "bundle")
-    export_vectors(tmp_path / "bundle", tmp_path / "labels.parquet")
+    export_vectors(bundle, tmp_path / "labels.parquet")
     table = pq.read_table(tmp_path / "labels.parquet")
     facts = json.loads(table.schema.metadata[b"unidec"])
     assert facts["similarity"] == "inner product"
@@ -93,7 +93,7 @@ def test_a_search_over_the_file_ranks_as_the_bundle_does(tmp_path, rng, stub_mod
     encoded = bundle.model.encode_queries(
         encode_texts(texts, bundle.model.tokenizer_folder, 8), np.arange(2)
     )
-    query_BW = real_model.queries(scored_by(bundle.info), *encoded)
+    query_BW = scored_by(bundle).queries(*encoded)
     scores = query_BW @ np.stack(table["vector"].to_numpy()).T
     for row, prediction in enumerate(bundle.predict(texts, k=4)):
         best = np.argsort(-scores[row], kind="stable")[:4]
@@ -104,7 +104,7 @@ def test_a_search_over_the_file_ranks_as_the_bundle_does(tmp_path, rng, stub_mod
 def test_the_same_bytes_twice(tmp_path, rng) -> None:
     tiny.write_tiny_bundle(tmp_path / "bundle", rng)
     for name in ("a.parquet", "b.parquet"):
-        export_vectors(tmp_path / "bundle", tmp_path / name, head="de")
+        export_vectors(Bundle.load(tmp_path / "bundle"), tmp_path / name, head="de")
     assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
     schema = pq.read_schema(tmp_path / "a.parquet")
     assert schema.field("vector").type == pa.list_(
@@ -114,11 +114,12 @@ def test_the_same_bytes_twice(tmp_path, rng) -> None:
 
 def test_what_cannot_be_exported_is_refused(tmp_path, rng) -> None:
     tiny.write_tiny_bundle(tmp_path / "bundle", rng, heads="de", space="de")
+    bundle = Bundle.load(tmp_path / "bundle")
     with pytest.raises(DataError, match=r"no such head[\s\S]*got: both[\s\S]*expected: de"):
-        export_vectors(tmp_path / "bundle", tmp_path / "labels.parquet", head="both")
+        export_vectors(bundle, tmp_path / "labels.parquet", head="both")
     with pytest.raises(DataError, match="unknown format"):
-        export_vectors(tmp_path / "bundle", tmp_path / "labels.npy")
+        export_vectors(bundle, tmp_path / "labels.npy")
     (tmp_path / "bundle" / "vectors" / "de.npy").write_bytes(b"x")
     with pytest.raises(ArtifactError, match=r"de\.npy"):
-        export_vectors(tmp_path / "bundle", tmp_path / "labels.parquet")
+        export_vectors(Bundle.load(tmp_path / "bundle"), tmp_path / "labels.parquet")
     assert not list(tmp_path.glob("labels*"))

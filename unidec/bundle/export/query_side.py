@@ -23,7 +23,6 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from unidec.bundle.bundle import Bundle
-from unidec.bundle.bundle_info import BundleInfo
 from unidec.bundle.export.vectors import (
     ExportFacts,
     check_replaceable,
@@ -40,6 +39,7 @@ from unidec.model.encoder_folder import FROM_HERE
 from unidec.model.onnx_export import OPSET, TransformerGraph, export_graph
 from unidec.model.unidec import UniDEC
 from unidec.model.words import MIX, ODD, PLACES
+from unidec.ranking.heads import Heads
 
 # kinds of folder
 ONNX = "onnx-export"
@@ -74,7 +74,7 @@ def export_onnx(
         raise ConfigError(
             "onnx is not installed", where="export onnx", fix="pip install 'unidec-xmc[serve]'"
         )
-    score = scored_by(bundle.info, head)
+    score = scored_by(bundle, head)
     model = bundle.model
     prompt = model.encoder_settings.query_prompt
     if prompt and model.encoder.bag is not None:
@@ -93,8 +93,8 @@ def export_onnx(
             got=size,
             expected=MAX_BYTES,
         )
-    graph = QueryGraph(model, score)
-    meta = {"bundle_sha256": bundle.sha256, "outputs": graph.outputs, **facts(score)}
+    graph = QueryGraph(bundle, score)
+    meta = {"outputs": graph.outputs, **facts(bundle, score)}
     with write_folder(folder, ONNX, VERSION, meta, num_bytes=size) as out:
         file = out.path / "model.onnx"
         export_graph(graph, file, graph.outputs)
@@ -111,7 +111,7 @@ def export_onnx(
         write_readme(out.path, bundle, score, graph.outputs, OPSET)
     return {
         "head": score.space,
-        "width": score.width,
+        "width": score.shape[1],
         "outputs": graph.outputs,
         "opset": OPSET,
         "bytes": size,
@@ -126,10 +126,12 @@ class QueryGraph(nn.Module):
         outputs: names of the outputs: the heads, followed by `vector`.
     """
 
-    def __init__(self, model: UniDEC, score: BundleInfo) -> None:
+    def __init__(self, bundle: Bundle, score: Heads) -> None:
         super().__init__()
+        model = bundle.model
         self.model = model
         self.score = score
+        self.clf_normalize = bundle.info.clf_normalize
         self.transformer = None
         if model.encoder.transformer is not None:
             self.transformer = TransformerGraph(model.encoder)
@@ -152,16 +154,17 @@ class QueryGraph(nn.Module):
     def _vector(self, outputs: dict[str, Tensor]) -> Tensor:
         """As `Heads.queries`."""
         score = self.score
+        dim = self.model.settings.dim
         parts = []
         if score.space != "clf":
             parts.append(outputs["de"])
         if score.space != "de":
             clf = outputs["clf"]
-            unit_clf = F.normalize(clf, dim=-1) if score.clf_normalize else clf
+            unit_clf = F.normalize(clf, dim=-1) if self.clf_normalize else clf
             parts.append(unit_clf * score.clf_weight)
-            if "bias" in score.vectors:  # the dimension in which labels have their bias
-                parts.append(torch.full_like(clf[:, :1], score.clf_weight))
-        return torch.cat(parts, dim=-1)
+        # up to one more dimension, in which labels have their bias
+        more = score.shape[1] - dim * len(parts)
+        return F.pad(torch.cat(parts, dim=-1), (0, more), value=score.clf_weight)
 
 
 def _padded_bag(bag: BagEncoder, ids_BT: Tensor, mask_BT: Tensor) -> list[Tensor]:
@@ -213,7 +216,8 @@ def padded_words(
     is_earlier_TT = place_T < place_T[:, None]
     inside_BT = (same_word_BTT & is_earlier_TT).long().sum(-1)
     key_BT = _mixed(ids_BT * PLACES + inside_BT)
-    # sums may overflow; their differences are correct nevertheless
+    # sums may overflow; their differences are correct nevertheless. (onnxruntime's ReduceSum does
+    # not wrap around, so it cannot add up the keys of a word.)
     before_BT = key_BT.cumsum(1) - key_BT
     sum_BT = before_BT + key_BT - before_BT.gather(1, place_T - inside_BT)
     row_BT = len(continues_V) + _remainder(_mixed(sum_BT), num_buckets)
@@ -272,7 +276,7 @@ def export_sentence_transformers(
             or the folder is not an export.
     """
     model = bundle.model
-    score = scored_by(bundle.info, head)
+    score = scored_by(bundle, head)
     encoder = model.encoder
     got = fix = ""
     if encoder.transformer is None or encoder.bag is not None or encoder.residual is not None:
@@ -293,9 +297,8 @@ def export_sentence_transformers(
         raise ConfigError(what, fix=fix) from error
 
     settings = model.encoder_settings
-    modules = _modules(model, score)
-    meta = {"bundle_sha256": bundle.sha256, **facts(score)}
-    with write_folder(folder, SENTENCE_TRANSFORMERS, VERSION, meta) as out:
+    modules = _modules(bundle, score)
+    with write_folder(folder, SENTENCE_TRANSFORMERS, VERSION, facts(bundle, score)) as out:
         prompts = {"query": settings.query_prompt, "document": settings.label_prompt}
         pipeline = SentenceTransformer(
             modules=modules,
@@ -310,16 +313,17 @@ def export_sentence_transformers(
     names = [type(module).__name__ for module in modules]
     return {
         "head": score.space,
-        "width": score.width,
+        "width": score.shape[1],
         "modules": names,
         "output": str(folder),
     }
 
 
-def _modules(model: UniDEC, score: BundleInfo) -> list[nn.Module]:
+def _modules(bundle: Bundle, score: Heads) -> list[nn.Module]:
     from sentence_transformers.base.modules import Normalize
     from sentence_transformers.sentence_transformer.modules import Pooling
 
+    model = bundle.model
     encoder = model.encoder
     normalize = Normalize()
     assert encoder.transformer is not None
@@ -349,12 +353,12 @@ def _modules(model: UniDEC, score: BundleInfo) -> list[nn.Module]:
     bias = torch.zeros(encoder.width)
     if projects:
         weight, bias = _weights(model.head_clf[0])
-    # an additional output, always 1: the dimension in which labels have their bias
-    if "bias" in score.vectors:
-        weight = F.pad(weight, (0, 0, 0, 1))
-        bias = F.pad(bias, (0, 1), value=1.0)
+    # up to one more output, always 1: the dimension in which labels have their bias
+    more = score.shape[1] - len(bias)
+    weight = F.pad(weight, (0, 0, 0, more))
+    bias = F.pad(bias, (0, more), value=1.0)
     modules.append(_dense(weight, bias, nn.Identity()))
-    return [*modules, normalize] if score.clf_normalize else modules
+    return [*modules, normalize] if bundle.info.clf_normalize else modules
 
 
 def _weights(layer: nn.Module) -> tuple[Tensor, Tensor]:
@@ -379,22 +383,12 @@ def _transformer(model: UniDEC, transformer: Any) -> nn.Module:
     from transformers import PreTrainedTokenizerFast
 
     source = load_tokenizer(model.tokenizer_folder, model.max_length)
-    settings_file = model.tokenizer_folder / "tokenizer_config.json"
-    settings: dict[str, Any] = {}
-    if settings_file.is_file():
-        settings = read_json(settings_file)
-    tokens = {
-        name: token
-        for name, token in settings.items()
-        if name.endswith("_token") and isinstance(token, str)
-    }
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(source.file),
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(
+        source.file.parent,
         model_max_length=model.max_length,
         padding_side="right",
         truncation_side=source.truncation_side,
         model_input_names=["input_ids", "attention_mask"],
-        **tokens,
     )
     if tokenizer.pad_token is None:  # padding is always masked
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(source.pad_id)

@@ -14,60 +14,50 @@ from typing import Any
 
 import pyarrow as pa
 
-from unidec.bundle import bundle_folder
 from unidec.bundle.bundle import Bundle
-from unidec.bundle.bundle_info import BundleInfo
-from unidec.data.storage import folder_sha256, read_json, read_manifest, write_file
+from unidec.bundle.bundle_folder import LABEL_SCHEMA
+from unidec.data.storage import read_json, write_file
 from unidec.errors import ConfigError, DataError
 from unidec.progress import Progress, progress
-from unidec.ranking.heads import width
+from unidec.ranking.heads import Heads
 
 ExportFacts = dict[str, str | int | list[str]]  # facts about the written files, by name
 BLOCK_BYTES = 32 << 20  # size of the rows held in memory at once, and of a Parquet row group
 
 
-def scored_by(info: BundleInfo, head: str | None = None) -> BundleInfo:
-    """The `BundleInfo` of a bundle that ranks by one head alone; None: by its searched space.
-
-    Its `space` is the head. `clf_weight` is 1 for the classifier alone. `vectors` contain "bias"
-    only if the score has a bias; queries then have an additional dimension.
+def scored_by(bundle: Bundle, head: str | None = None) -> Heads:
+    """How a bundle scores by one head alone, or by its searched space (None). Its inner products
+    are the scores; with a bias, labels and queries have an additional dimension.
 
     Raises:
         DataError: the head is unknown, or the bundle does not have it.
     """
-    chosen: Any = head or info.space
-    vectors = dict(info.vectors)
-    if chosen == "de" or info.clf_normalize:
-        vectors.pop("bias", None)
-    available: list[str] = sorted(info.vectors.keys() - {"bias"})
-    if info.space == "both":
+    heads = bundle.ranker.heads
+    chosen: Any = head or heads.space
+    available: list[str] = sorted(bundle.vectors.keys() - {"bias"})
+    if heads.space == "both":
         available.append("both")
     if chosen not in available:
         raise DataError(
             "the bundle has no such head", where="--head", got=head, expected=" or ".join(available)
         )
-    changes = {
-        "space": chosen,
-        "clf_weight": info.clf_weight if chosen == "both" else 1.0,
-        "width": width(info.dim, chosen, info.clf_normalize, "bias" in vectors),
-        "vectors": vectors,
-    }
-    return info.model_copy(update=changes)
+    return heads if chosen == "both" else heads.alone(chosen)
 
 
-def facts(score: BundleInfo) -> dict[str, str | float]:
+def facts(bundle: Bundle, score: Heads) -> dict[str, str | float]:
     """Facts about a score, for the metadata of a file."""
     return {
+        "bundle_sha256": bundle.sha256,
         "head": score.space,
         "clf_weight": score.clf_weight,
-        "clf_normalize": score.clf_normalize,
-        "width": score.width,
+        "clf_normalize": bundle.info.clf_normalize,
+        "width": score.shape[1],
         "similarity": "inner product",
     }
 
 
 def write_readme(
-    folder: Path, bundle: Bundle, score: BundleInfo, outputs: Sequence[str] = (), opset: int = 0
+    folder: Path, bundle: Bundle, score: Heads, outputs: Sequence[str] = (), opset: int = 0
 ) -> None:
     """Write README.md, which describes an exported folder and how to load it; `outputs` names the
     outputs of its ONNX graph.
@@ -102,14 +92,14 @@ def check_replaceable(folder: Path) -> None:
 
 
 def export_vectors(
-    bundle: str | os.PathLike[str], target: str | os.PathLike[str], *, head: str | None = None
+    bundle: Bundle, target: str | os.PathLike[str], *, head: str | None = None
 ) -> ExportFacts:
     """Write the label vectors of a score; `query_side` exports the query encoder for the same head.
 
     Only uids, titles and a block of vectors are held in memory. The output is deterministic.
 
     Args:
-        bundle: a bundle's folder; its model and index are not loaded.
+        bundle: a loaded bundle; its model is not needed.
         target: a .parquet file with columns `uid`, `title` and `vector` (float32, fixed-size list)
             in the bundle's order, and facts in the schema's metadata under `unidec`.
         head: "both", "de" or "clf"; None: the bundle's searched space.
@@ -119,45 +109,40 @@ def export_vectors(
 
     Raises:
         DataError: unknown file ending or head.
-        ArtifactError: the bundle is damaged, or the file cannot be written.
+        ArtifactError: the file cannot be written.
     """
     import pyarrow.parquet as pq
 
     path = Path(target)
-    root = Path(bundle)
     if path.suffix.lower() != ".parquet":
         raise DataError("the output has an unknown format", where=path, expected=".parquet")
-    manifest = read_manifest(root, bundle_folder.KIND, bundle_folder.VERSION)
-    bundle_folder.check_names(root, manifest["files"])
-    info = bundle_folder.read_info(root)
-    score = scored_by(info, head)
-    labels = bundle_folder.read_labels(root, info.num_labels)
-    rows = bundle_folder.read_heads(root, score)
-    kind = pa.list_(pa.field("element", pa.float32(), nullable=False), score.width)
-    schema = bundle_folder.LABEL_SCHEMA.append(pa.field("vector", kind, nullable=False))
-    metadata = {"dtype": "float32", "bundle_sha256": folder_sha256(root), **facts(score)}
+    score = scored_by(bundle, head)
+    num_labels, width = score.shape
+    kind = pa.list_(pa.field("element", pa.float32(), nullable=False), width)
+    metadata = {"dtype": "float32", **facts(bundle, score)}
+    schema = LABEL_SCHEMA.append(pa.field("vector", kind, nullable=False))
     schema = schema.with_metadata({"unidec": json.dumps(metadata, sort_keys=True)})
     # vectors are hardly compressible, and dictionary encoding of them would only take time
     options: dict[str, Any] = {
         "compression": {"uid": "zstd", "title": "zstd", "vector.list.element": "none"}
     }
-    step = max(1, BLOCK_BYTES // (4 * score.width))
-    bar: Progress[None] = progress(total=info.num_labels, desc="vectors", unit="label")
+    step = max(1, BLOCK_BYTES // (4 * width))
+    bar: Progress[None] = progress(total=num_labels, desc="vectors", unit="label")
     with (
         bar,
         write_file(path) as file,
         pq.ParquetWriter(file, schema, use_dictionary=False, **options) as writer,
     ):
-        for begin in range(0, info.num_labels, step):
-            table = labels.slice(begin, step).combine_chunks()
-            block = rows.take(slice(begin, begin + step))
-            values = pa.FixedSizeListArray.from_arrays(pa.array(block.ravel()), type=kind)
-            table = pa.table([*table.columns, values], schema=schema)
+        for begin in range(0, num_labels, step):
+            block = score.take(slice(begin, begin + step))
+            vectors = pa.FixedSizeListArray.from_arrays(pa.array(block.ravel()), type=kind)
+            names = [column.slice(begin, step) for column in (bundle.uids, bundle.titles)]
+            table = pa.table([*names, vectors], schema=schema)
             writer.write_table(table, row_group_size=len(block))
             bar.update(len(block))
     return {
-        "labels": info.num_labels,
-        "width": score.width,
+        "labels": num_labels,
+        "width": width,
         "head": score.space,
         "bytes": path.stat().st_size,
         "output": str(path),

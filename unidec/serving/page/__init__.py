@@ -27,7 +27,6 @@ POLICY = (
 )
 _HEADERS = {
     "Content-Security-Policy": POLICY,
-    "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-cache",  # a few kilobytes; after an upgrade the new page shows at once
