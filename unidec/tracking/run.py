@@ -172,7 +172,7 @@ class Tracker:
 
     def log_final(self, metrics: Mapping[str, float]) -> None:
         """Send metrics without a step (of a test split); the newest value is shown."""
-        self._add(final=_named(metrics))
+        self._add(step=0, metrics=_named(metrics))
         self.flush()
 
     def log_files(self, paths: Iterable[Path | str], folder: str | None = None) -> None:
@@ -234,11 +234,10 @@ class Tracker:
             self._client = None  # the next attempt looks up how much arrived
             self._flushed = time.monotonic()
             if self.uri not in _ask_again:
-                where = f"{self.uri} is unreachable; logs wait in {self._run_dir}"
-                words = without_credentials(f"{where}: {type(error).__name__}: {error}")
+                what = f"{self.uri} is unreachable; logs wait in {self._run_dir}"
+                words = without_credentials(f"{what}: {type(error).__name__}: {error}")
                 log.warning("%s", words.splitlines()[0][:_LONGEST_WARNING])
-            took = self._flushed - begin
-            _ask_again[self.uri] = self._flushed + _TIMES * took
+            _ask_again[self.uri] = self._flushed + _TIMES * (self._flushed - begin)
             return False
         if _ask_again.pop(self.uri, None) is not None:
             log.info("%s is back: all pending logs were sent", without_credentials(self.uri))
@@ -278,18 +277,15 @@ class Tracker:
         from mlflow.entities import Dataset, DatasetInput, InputTag, Param, RunTag
 
         run_id = run.info.run_id
-        params = [
-            Param(key, value)
-            for key, value in self._state["params"].items()
-            if key not in run.data.params
-        ]
-        tags = [RunTag(key, value) for key, value in self._state["tags"].items()]
+        missing = self._state["params"].keys() - run.data.params
+        params = [Param(key, self._state["params"][key]) for key in sorted(missing)]
+        tags = [RunTag(*tag) for tag in self._state["tags"].items()]
         client.log_batch(run_id, params=params, tags=tags)
-        about = dict(self._state["dataset"] or {})
+        about = dict(self._state["dataset"])
         if about and not (run.inputs and run.inputs.dataset_inputs):
-            source = json.dumps({"uri": str(about.pop("path", ""))})
-            name = str(about.pop("name", "dataset"))
-            digest = str(about.pop("digest", ""))[:_DIGEST_LIMIT]
+            name = about.pop("name")
+            digest = str(about.pop("digest"))[:_DIGEST_LIMIT]
+            source = json.dumps({"uri": about.pop("path")})
             entity = Dataset(name, digest, "local", source, profile=json.dumps(about))
             context = InputTag("mlflow.data.context", "training")
             client.log_inputs(run_id, [DatasetInput(entity, [context])])
@@ -303,27 +299,21 @@ class Tracker:
         entries, sent = self._unconfirmed()
         newest = dict(self._newest)
         metrics: list[Metric] = []
-        final: dict[str, Metric] = {}
         tags: dict[str, str] = {}
         ended: dict[str, Any] = {}
         for entry in entries:
             for name, value in entry.get("metrics", {}).items():
                 step = entry["step"]
-                if step > newest.get(name, (-1, 0.0))[0]:
+                known, known_value = newest.get(name, (-1, None))
+                is_changed = step == known == 0 and value != known_value  # of `log_final`
+                if step > known or is_changed:
                     metrics.append(Metric(name, value, entry["at"], step))
                     newest[name] = (step, value)
-            for name, value in entry.get("final", {}).items():
-                final[name] = Metric(name, value, entry["at"], 0)
             tags |= entry.get("tags", {})
             if "status" in entry:
                 ended = entry
-        for name, metric in final.items():
-            if newest.get(name, (0, None))[1] != metric.value:
-                metrics.append(metric)
-                newest[name] = (0, metric.value)
-        self._client.log_batch(
-            self.run_id, metrics, tags=[RunTag(key, value) for key, value in tags.items()]
-        )
+        run_tags = [RunTag(*tag) for tag in tags.items()]
+        self._client.log_batch(self.run_id, metrics, tags=run_tags)
         unsent = self._run_dir / UNSENT
         if unsent.is_dir():
             self._client.log_artifacts(self.run_id, str(unsent))
