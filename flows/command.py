@@ -140,31 +140,30 @@ def _parser(module: Any, name: str) -> argparse.ArgumentParser:
     )
     schema = getattr(module, name).parameters
     for key, described in schema.properties.items():
+        about = described["description"].replace("\n", " ").replace("%", "%%")
+        is_required = key in schema.required
+        if is_required and key not in ("input", "output"):
+            parser.add_argument(key, metavar=key.upper(), help=about)
+            continue
         word = _NAMES.get(key, key.replace("_", "-"))
         default = described.get("default")
-        kinds = {kind.get("type"): kind for kind in described.get("anyOf", [described])}
-        about = described["description"].replace("\n", " ").replace("%", "%%")
-        option: dict[str, Any] = {
-            "help": f"{about} Default: {default}." if default and default is not True else about
-        }
-        if key in schema.required and "object" not in kinds and key not in ("input", "output"):
-            parser.add_argument(key, metavar=key.upper(), **option)
-            continue
-        option |= {"dest": key, "default": default, "required": key in schema.required}
-        if "boolean" in kinds:
-            if default is not False:  # the default is True, or params.yaml decides
-                word, option["help"] = f"no-{word}", f"do not {about}"
-            option |= {"action": "store_const", "const": default is False}
-        elif "object" in kinds or described.get("type") == "array":
-            option |= {
-                "action": "append",
-                "default": [],
-                "metavar": "KEY=VALUE" if "object" in kinds else "NAME",
-            }
-        else:
-            text = kinds.get("string", {})
-            choices = text.get("enum") or ([text["const"]] if "const" in text else None)
-            option |= {"type": int if "integer" in kinds else str, "choices": choices}
+        option: dict[str, Any] = {"dest": key, "default": default, "required": is_required}
+        option["help"] = f"{about} Default: {default}." if default else about
+        kind = described.get("anyOf", [described])[0]  # the others: null, a list beside a text
+        match kind["type"]:
+            case "boolean" if default is None:  # params.yaml decides
+                word = f"no-{word}"
+                option |= {"action": "store_false", "help": f"do not {about}"}
+            case "boolean":
+                option["action"] = "store_true"
+            case "object":
+                option |= {"action": "append", "default": [], "metavar": "KEY=VALUE"}
+            case "array":
+                option |= {"action": "append", "metavar": "NAME"}
+            case "integer":
+                option["type"] = int
+            case _:
+                option["choices"] = kind.get("enum")
         parser.add_argument(f"-{word}" if len(word) == 1 else f"--{word}", **option)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser

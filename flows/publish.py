@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from unidec.config import Params
 from unidec.errors import UnidecError
 from unidec.text_page import render_text
 from unidec.tracking.provenance import LOCK_COMMIT_TAG
+from unidec.tracking.repository import ask
 from unidec.tracking.store import open_client, tracking_uri
 
 MOST_ROWS = 60  # of a task's table
@@ -62,17 +62,17 @@ def rows_of(result: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Names and values of a result of `pipeline.plain` for display: numbers and texts, checks and
     findings as sentences, without the metrics of frequency groups.
     """
-    named = dict(enumerate(result, 1)) if isinstance(result, list) else result
-    for key, value in (named if isinstance(named, Mapping) else {"result": named}).items():
+    if not isinstance(result, Mapping):
+        result = dict(enumerate(result, 1)) if isinstance(result, list) else {"result": result}
+    for key, value in result.items():
         if isinstance(value, Mapping) and "words" in value:
             state = {True: "passed: ", False: "FAILED: "}.get(value.get("passed"), "")  # type: ignore[arg-type]
             yield str(value["check"]), state + str(value["words"])
         elif isinstance(value, Mapping | list):
             yield from rows_of(value, f"{prefix}{key}: ")
-        elif isinstance(value, float) and "/" not in str(key):
-            yield f"{prefix}{key}", f"{value:.5g}"
-        elif isinstance(value, str | int | Path) and value != "" and "/" not in str(key):
-            yield f"{prefix}{key}", without_credentials(str(value))[:1000]
+        elif isinstance(value, str | float | int | Path) and value != "" and "/" not in str(key):
+            text = f"{value:.5g}" if isinstance(value, float) else without_credentials(str(value))
+            yield f"{prefix}{key}", text[:1000]
 
 
 @harmless("the run's result could not be shown in Prefect")
@@ -101,41 +101,29 @@ def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()
         way).
     """
     name = params.tracking.model_name
-    if not _git("branch", "--show-current"):
+    if not ask(".", "branch", "--show-current"):
         raise UnidecError(
             "no branch is checked out: the commit would be lost",
             where="git",
             fix="git switch <branch>",
         )
     paths = [path for path in (*RECORDED, *extra) if Path(path).exists()]
-    _git("add", "--intent-to-add", "--", *paths)
-    if _git("status", "--porcelain", "--", *paths):
+    ask(".", "add", "--intent-to-add", "--", *paths)
+    if ask(".", "status", "--porcelain", "--", *paths):
         message = f"Retrain: version {version} of {name}, {verdict}"
         # without hooks, which check code
         how = ("--quiet", "--no-verify", f"--message={message}", "--only")
-        _git("commit", *how, "--", *paths)
-    done = {"commit": _git("rev-parse", "HEAD")}
+        ask(".", "commit", *how, "--", *paths)
+    done = {"commit": ask(".", "rev-parse", "HEAD")}
     with harmless("the commit could not be recorded with the version"):
         client = open_client(tracking_uri())
         client.set_model_version_tag(name, str(version), LOCK_COMMIT_TAG, done["commit"])
     if params.retrain.commit == "tag":
         done["tag"] = f"{name}-v{version}".replace(" ", "-")
         message = f"version {version} of {name}: {verdict}"
-        if not _git("tag", "--list", done["tag"]):
-            _git("tag", "--annotate", done["tag"], f"--message={message}")
+        if not ask(".", "tag", "--list", done["tag"]):
+            ask(".", "tag", "--annotate", done["tag"], f"--message={message}")
     return done
-
-
-def _git(*words: str) -> str:
-    done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=60, check=False)
-    if done.returncode:
-        raise UnidecError(
-            "git failed",
-            where=f"git {' '.join(words[:2])}",
-            got=(done.stderr or done.stdout).strip(),
-            fix="follow git's message, then commit by hand",
-        )
-    return done.stdout.strip()
 
 
 @harmless("an event could not be sent to Prefect")
