@@ -25,8 +25,9 @@ from flows import ending, publish, reconcile
 from unidec.addresses import without_credentials
 from unidec.errors import TrainingError, UnidecError, system_error
 from unidec.interrupt import STARTED_BY
-from unidec.pipeline.lock import environment, one_at_a_time
+from unidec.pipeline.lock import one_at_a_time
 from unidec.pipeline.parent_watch import watch
+from unidec.surroundings import environment
 from unidec.tracking.run import RUN_TAGS, run_tags
 
 # a helper that was killed must not be waited for longer than half a minute

@@ -159,7 +159,9 @@ def in_words(printed: Mapping[str, str]) -> str:
     line = f"data: ran {', '.join(stages)}"
     if "ingest: num_labels" not in printed:
         return line
-    queries = sum(int(printed.get(f"ingest: {split}", 0)) for split in ("train", "validation", "test"))
+    queries = sum(
+        int(printed.get(f"ingest: {split}", 0)) for split in ("train", "validation", "test")
+    )
     return f"{line}: {queries:,} queries, {int(printed['ingest: num_labels']):,} labels"
 
 

@@ -64,9 +64,7 @@ def original(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return project
 
 
-def test_a_copy_leaves_the_original_alone(
-    original: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_leaves_the_original_alone(original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = every_file(original)
     copy = original.with_name("my original (2)")
     shutil.copytree(original, copy)
