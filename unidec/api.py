@@ -9,6 +9,7 @@ model.predict(["brushes for painting"], k=5)
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -251,12 +252,12 @@ class Model:
         relevant = truth[rows].astype(bool)
         inverse_L = _inverse_propensity(bundle)
         no_group_L = np.zeros(self.num_labels, dtype=np.int64)
+        left_out = "/"  # of frequency groups
         if inverse_L is None:
-            figures = evaluate(predicted, relevant, np.ones(self.num_labels), no_group_L)
-            figures = {name: value for name, value in figures.items() if name[:2] != "PS"}
-        else:
-            figures = evaluate(predicted, relevant, inverse_L, no_group_L)
-        return {name: value for name, value in figures.items() if "/" not in name}
+            inverse_L = np.ones(self.num_labels)
+            left_out = "/|PS"
+        figures = evaluate(predicted, relevant, inverse_L, no_group_L)
+        return {name: value for name, value in figures.items() if not re.search(left_out, name)}
 
     def change_labels(
         self,

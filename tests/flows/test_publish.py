@@ -156,7 +156,7 @@ def test_states_in_which_nothing_is_committed(publish, repository, tagged, tmp_p
         publish.commit(params_of(), 7, "champion")
     git("checkout", "-q", "main")
     (repository / ".git/MERGE_HEAD").write_text(git("rev-parse", "HEAD"))
-    with pytest.raises(UnidecError, match="git commit: .*merge"):
+    with pytest.raises(UnidecError, match=r"git commit: .*merge"):
         publish.commit(params_of(), 7, "champion")
     (repository / ".git/MERGE_HEAD").unlink()
     assert git("rev-list", "--count", "HEAD") == "1"
@@ -164,7 +164,7 @@ def test_states_in_which_nothing_is_committed(publish, repository, tagged, tmp_p
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    with pytest.raises(UnidecError, match="git branch: .*not a git repository"):
+    with pytest.raises(UnidecError, match=r"git branch: .*not a git repository"):
         publish.commit(params_of(), 7, "champion")
 
 

@@ -124,43 +124,33 @@ def is_clean(tags: Mapping[str, str]) -> bool:
     return tags.get(DIRTY_TAG) != "true" and not unknown_code(tags)
 
 
-def changed_between(first: str, second: str, *more: str) -> list[str]:
-    """Code files, and `more`, that differ between two commits; added files are ignored."""
-    found = _differing(_project(), first, second, *more)
-    return ["files that git does not list"] if found is None else found
-
-
-def uncommitted(tags: Mapping[str, str], at: str = "HEAD") -> list[str]:
-    """Files that made a version (from its tags, see `code_tags`) and differ in the commit `at`, by
-    default the one that is checked out.
+def uncommitted(tags: Mapping[str, str]) -> list[str]:
+    """Files that were not committed when a version was made (from its tags, see `code_tags`), and
+    differ in the commit that is checked out.
     """
-    if tags.get(DIRTY_TAG) != "true":
-        return []
-    try:
-        changed = dict(json.loads(tags[CHANGED_TAG]))
-    except (KeyError, TypeError, ValueError):
+    return differing(tags, "HEAD") if tags.get(DIRTY_TAG) == "true" else []
+
+
+def differing(tags: Mapping[str, str], at: str) -> list[str]:
+    """Files that made a version (from its tags) and differ in the commit `at`; files added since
+    did not exist when it was made.
+    """
+    if tags.get(DIRTY_TAG) == "true" and CHANGED_TAG not in tags:
         return ["changes that were not recorded"]
     project = _project()
     commit = tags.get(COMMIT_TAG, "")
-    # files added since did not exist when the version was made
-    since = _differing(project, commit, at)
+    changed: dict[str, str] = json.loads(tags.get(CHANGED_TAG, "{}"))
+    since = git(project, *_DIFF, "--diff-filter=a", commit, at, "--", *_CODE)
     if since is None:
-        return sorted(changed)
+        return sorted(changed) or ["files that git does not list"]
     made = changed.pop(PARAMS, None) or _committed_sha256(project, commit)
-    left = set(since) - changed.keys()
+    left = set(filter(None, since.split("\0"))) - changed.keys()
     for name, blob in changed.items():
         if (git(project, "rev-parse", f"{at}:./{name}") or "") != blob:
             left.add(name)
     if made != _committed_sha256(project, at):
         left.add(PARAMS)
     return sorted(left)
-
-
-def _differing(project: Path, first: str, second: str, *more: str) -> list[str] | None:
-    """Like `changed_between`; None if git cannot list the files."""
-    words = [*_DIFF, "--diff-filter=a", first, second, "--", *_CODE, *more]
-    found = git(project, *words)
-    return None if found is None else list(filter(None, found.split("\0")))
 
 
 def _project() -> Path:
@@ -219,13 +209,8 @@ def artifact_tags(raw: str, only: Iterable[str] = ARTIFACTS) -> dict[str, str]:
     outs = _entries(lock, "outs")
     known = {path: outs[path] for path in only if path in outs}
     changed = changed_outputs() if known else set()
-    tags = {}
-    differ = []
-    for path, md5 in known.items():
-        if changed is None or path in changed:
-            differ.append(path)
-        else:
-            tags[f"{DVC_TAG}{path}"] = md5
+    differ = [path for path in known if changed is None or path in changed]
+    tags = {f"{DVC_TAG}{path}": md5 for path, md5 in known.items() if path not in differ}
     if differ:
         tags[DIFFERS_TAG] = ", ".join(differ)
     raw = raw.rstrip("/")

@@ -83,7 +83,6 @@ class Tracker:
         tags: Mapping[str, str] | None = None,
         dataset: Mapping[str, Any] | None = None,
         run_name: str | None = None,
-        run_id: str | None = None,
     ) -> str | None:
         """Start the run of `run_dir`, or continue the one that was started there.
 
@@ -92,7 +91,6 @@ class Tracker:
             params_flat: every parameter, dotted keys. tags: see `code_tags`. run_name: default: the
             folder's name.
             dataset: {"name", "digest", "path" (relative)}; further figures become its profile.
-            run_id: the run named in a checkpoint; used if the folder has lost its own record of it.
 
         Returns:
             the run's id, or None while the store cannot be reached (a later flush retries).
@@ -107,7 +105,7 @@ class Tracker:
             experiment=self.experiment,
             run_name=name,
             run_key=old.get("run_key") or uuid.uuid4().hex,
-            run_id=old.get("run_id", run_id),
+            run_id=old.get("run_id"),
             params={key: value[:_VALUE_LIMIT] for key, value in params.items()},
             tags=_without_credentials(all_tags),
             dataset=dict(dataset or {}),
@@ -262,13 +260,11 @@ class Tracker:
         self._client = client
 
     def _find_run(self, client: MlflowClient, place: str) -> Run | None:
-        """The run that was started before: found by its key, even if the reply to its creation was
-        lost, or by a checkpoint's id.
+        """The run that was started before, found by its key, even if the reply to its creation was
+        lost.
         """
-        for wanted in (_with_key(self._state["run_key"]), f"attributes.run_id = '{self.run_id}'"):
-            if found := client.search_runs([place], wanted, order_by=["attributes.start_time ASC"]):
-                return next((run for run in found if run.info.run_id == self.run_id), found[0])
-        return None
+        wanted = f"tags.`{_KEY_TAG}` = '{self._state['run_key']}'"
+        return next(iter(client.search_runs([place], wanted)), None)
 
     def _describe(self, client: MlflowClient, run: Run) -> None:
         """Send parameters, tags and data set that the run does not have yet (MLflow's parameters
@@ -345,11 +341,6 @@ class Tracker:
         """
         self._state = self._state | tracking_state(self._run_dir) | changes
         write_json(self._run_dir / STATE, self._state, mode=0o600)
-
-
-def _with_key(run_key: str) -> str:
-    """MLflow's filter for runs with this key."""
-    return f"tags.`{_KEY_TAG}` = '{run_key}'"
 
 
 def metric_name(name: str) -> str:
