@@ -64,8 +64,7 @@ def _run(name: str, words: Sequence[str], is_program: bool) -> int:
     interrupt.end_guard()
     options = vars(_parser(module, name).parse_args(words))
     show = _as_json if options.pop("json") else getattr(module, "in_words", _as_json)
-    known = importlib.import_module("flows.lifecycle").known  # imports Prefect
-    ending = Ending(show, known)
+    ending = Ending(show)
     if is_program:
         ending.leave_in_time()
 
@@ -77,7 +76,7 @@ def _run(name: str, words: Sequence[str], is_program: bool) -> int:
         with server.running():
             return getattr(module, name)(**options)
 
-    code = guarded(run, show, ending)
+    code = guarded(run, ending)
     if is_program and (server.lost.is_set() or code in interrupt.EXIT_CODES.values()):
         leave(code)
     return code
@@ -99,22 +98,19 @@ def _invalid_setting(error: ValidationError) -> ConfigError:
     )
 
 
-def guarded(
-    run: Callable[[], Any], show: Callable[[Any], str], ending: Ending | None = None
-) -> int:
-    """Run a flow, print its result and return the exit code; known errors are printed without a
+def guarded(run: Callable[[], Any], ending: Ending) -> int:
+    """Run a flow, print its result and return the exit code; our own errors are printed without a
     traceback.
 
     If the gate refuses the version and there is no champion, the exit code is 6, and the last line
     is the command to run."""
     from prefect.exceptions import TerminationSignal
 
-    from flows.lifecycle import known, one_line_for_known_errors
+    from flows.lifecycle import one_line_for_known_errors
 
     def terminate(number: int, _frame: Any) -> None:
         raise TerminationSignal(signal=number)
 
-    ending = ending or Ending(show, known)
     # Prefect restores the previous handler of SIGTERM; the default would end us before a checkpoint
     # is written
     before = signal.signal(signal.SIGTERM, terminate)

@@ -111,29 +111,14 @@ def summary(done: Mapping[str, Any]) -> str:
     return render_text(
         "trained.txt",
         done=done,
-        rows=compared(done),
         metrics=of_all_labels(),
+        baselines=BASELINES,
         report=_shown(report),
         program=_program(),
         bundle=_shown(report.with_name("bundle")),
         default=str(paths.BUNDLE),
         has_makefile=Path("Makefile").is_file(),
     )
-
-
-def compared(done: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
-    """Metrics in percent of this model, of the champion that it was compared with, and of the
-    baselines.
-    """
-    if "metrics" not in done:
-        return {}
-    name = f"version {done['version']}" if done.get("version") else "this model"
-    rows = {name: done["metrics"]}
-    gate = done.get("gate", {})
-    if champion := gate.get("metrics", {}).get("champion"):
-        former = "former " if "promoted" in done else ""
-        rows[f"{former}champion, version {gate['champion']}"] = champion
-    return rows | {BASELINES[name]: own for name, own in done.get("baselines", {}).items()}
 
 
 def _program() -> str:

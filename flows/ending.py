@@ -48,14 +48,10 @@ class Ending:
 
     Args:
         show: the text of a result.
-        known: an error as one message with its fix, or None for a bug (`lifecycle.known`).
     """
 
-    def __init__(
-        self, show: Callable[[Any], str], known: Callable[[BaseException], UnidecError | None]
-    ) -> None:
+    def __init__(self, show: Callable[[Any], str]) -> None:
         self.show = show
-        self.known = known
         self.code = 1
         self._reported = threading.Event()
         self._first = threading.Lock()
@@ -75,8 +71,8 @@ class Ending:
         leave(self.code)
 
     def report(self, result: Any, error: BaseException | None) -> bool:
-        """Print the result, or the error if there is one; False: the error is a bug and was not
-        printed.
+        """Print the result, or the error if there is one; False: the error is none of ours, and was
+        not printed.
         """
         if not self._first.acquire(blocking=False):
             self._reported.wait()
@@ -94,11 +90,10 @@ class Ending:
         if not isinstance(error, Exception):
             self.code = _print_stopped(error)
             return True
-        found = self.known(error)
-        if found is None:
+        if not isinstance(error, UnidecError):
             return False
-        print(found, file=sys.stderr, flush=True)
-        self.code = found.exit_code
+        print(error, file=sys.stderr, flush=True)
+        self.code = error.exit_code
         return True
 
 

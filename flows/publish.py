@@ -5,6 +5,7 @@ fails no run.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ PAGES = (
     "../data/change/index.html",
 )
 log = logging.getLogger("unidec.flows")
+_git = functools.partial(ask, ".")
 
 
 @contextlib.contextmanager
@@ -101,28 +103,28 @@ def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()
         way).
     """
     name = params.tracking.model_name
-    if not ask(".", "branch", "--show-current"):
+    if not _git("branch", "--show-current"):
         raise UnidecError(
             "no branch is checked out: the commit would be lost",
             where="git",
             fix="git switch <branch>",
         )
     paths = [path for path in (*RECORDED, *extra) if Path(path).exists()]
-    ask(".", "add", "--intent-to-add", "--", *paths)
-    if ask(".", "status", "--porcelain", "--", *paths):
+    _git("add", "--intent-to-add", "--", *paths)
+    if _git("status", "--porcelain", "--", *paths):
         message = f"Retrain: version {version} of {name}, {verdict}"
         # without hooks, which check code
         how = ("--quiet", "--no-verify", f"--message={message}", "--only")
-        ask(".", "commit", *how, "--", *paths)
-    done = {"commit": ask(".", "rev-parse", "HEAD")}
+        _git("commit", *how, "--", *paths)
+    done = {"commit": _git("rev-parse", "HEAD")}
     with harmless("the commit could not be recorded with the version"):
         client = open_client(tracking_uri())
         client.set_model_version_tag(name, str(version), LOCK_COMMIT_TAG, done["commit"])
     if params.retrain.commit == "tag":
         done["tag"] = f"{name}-v{version}".replace(" ", "-")
         message = f"version {version} of {name}: {verdict}"
-        if not ask(".", "tag", "--list", done["tag"]):
-            ask(".", "tag", "--annotate", done["tag"], f"--message={message}")
+        if not _git("tag", "--list", done["tag"]):
+            _git("tag", "--annotate", done["tag"], f"--message={message}")
     return done
 
 

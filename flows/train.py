@@ -228,7 +228,7 @@ def _own_folder(params: Params) -> Iterator[Params]:
     values = dict(leaves(params))
     for key in ("data.path", "encoder.name", "encoder.start", "teacher.bundle"):
         path = Path(values[key])
-        if key == "data.path" or (values[key] and path.exists()):
+        if values[key] and path.exists():
             values[key] = str(path.resolve())
     folder = Path("runs") / "own" / fingerprint(params)[:12]
     folder.mkdir(parents=True, exist_ok=True)

@@ -33,10 +33,6 @@ class Output:
         self._attempt(self.stream.write, text)
         return len(text)
 
-    def writelines(self, lines: Any) -> None:
-        """Write texts, or drop them."""
-        self._attempt(self.stream.writelines, lines)
-
     def flush(self) -> None:
         """Hand everything to the system."""
         self._attempt(self.stream.flush)

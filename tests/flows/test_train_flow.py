@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from flows import command
+from flows.ending import Ending
 from unidec.config import Params, load_params
 from unidec.errors import ConfigError, DataError, Refused, TrainingError
 from unidec.evaluation.significance import Check
@@ -451,7 +452,8 @@ def test_a_run_that_the_gate_leaves_without_a_champion(run, stages, flow_module,
     loads = Check("loads", False, None, None, "damaged")
     stages.gate = lambda *given: replace(gate(*given), champion=None, reasons=[loads])
     assert run()["no_champion"]["command"] == "make train ARGS=--force"
-    assert command.guarded(lambda: {"refused": "x", "no_champion": missing}, str) == 6
+    result = {"refused": "x", "no_champion": missing}
+    assert command.guarded(lambda: result, Ending(str)) == 6
     last = capsys.readouterr().err.splitlines()[-1]
     assert "no champion" in last
     assert "2.1 behind" in last

@@ -11,6 +11,7 @@ Promotions on one machine wait for each other. Between machines there is no lock
 from __future__ import annotations
 
 import contextlib
+import getpass
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from unidec.errors import ConfigError, Refused
 from unidec.metric_names import shown
 from unidec.tracking.provenance import is_clean
 from unidec.tracking.registry import HASH_TAG, tracking_to, verify_version
-from unidec.tracking.store import UnlessMissing, open_client, sqlite_path, tracking_uri, user
+from unidec.tracking.store import UnlessMissing, open_client, sqlite_path, tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -313,5 +314,5 @@ def _one_at_a_time(model_name: str) -> Iterator[tuple[MlflowClient, bool]]:
 
 def _record(what: str, reason: str) -> dict[str, str]:
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    facts = {"at": now, "by": user(), "reason": without_credentials(reason)}
+    facts = {"at": now, "by": getpass.getuser(), "reason": without_credentials(reason)}
     return {f"{what}.{name}": fact for name, fact in facts.items()}

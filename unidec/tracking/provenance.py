@@ -4,6 +4,7 @@ through their commands.
 
 from __future__ import annotations
 
+import getpass
 import hashlib
 import json
 import logging
@@ -22,7 +23,6 @@ from unidec.config import RESULTS, keys_deciding, load_params, value_at
 from unidec.data.storage import file_sha256
 from unidec.errors import ConfigError
 from unidec.tracking.repository import GitError, ask, git, head, is_inside
-from unidec.tracking.store import user
 from unidec.version import __version__
 
 ARTIFACTS = (
@@ -79,7 +79,7 @@ def code_tags(made_with: Mapping[str, Any] | None = None) -> dict[str, str]:
     tags = {
         "unidec.version": __version__,
         "mlflow.source.name": "flows/train.py",
-        "mlflow.user": user(),
+        "mlflow.user": getpass.getuser(),
     }
     tags |= _git_tags(_project(), made_with)
     if _LOCK.is_file():
@@ -105,11 +105,11 @@ def _git_tags(project: Path, made_with: Mapping[str, Any] | None) -> dict[str, s
     made = made_with and _parameters_sha256(made_with, project)
     if made and made != _committed_sha256(project, commit):
         changed[PARAMS] = made
-    if not changed:
-        return tags | {DIRTY_TAG: "false"}
+    tags[DIRTY_TAG] = str(bool(changed)).lower()
     text = json.dumps(changed, sort_keys=True)
-    more = {CHANGED_TAG: text} if len(text) <= _LONGEST_TAG else {}
-    return tags | {DIRTY_TAG: "true"} | more
+    if changed and len(text) <= _LONGEST_TAG:
+        tags[CHANGED_TAG] = text
+    return tags
 
 
 def unknown_code(tags: Mapping[str, str]) -> str:

@@ -53,10 +53,8 @@ def _bytes(root: Path | str, *words: str, given: bytes | None = None) -> bytes:
         raise GitError(
             "git is not installed, but the folder is in a git repository: install git"
         ) from error
-    except subprocess.TimeoutExpired as error:
-        raise GitError(f"git {words[0]} did not answer within {_TIMEOUT_S} s") from error
-    except OSError as error:
-        raise GitError(f"git cannot be run: {error}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise GitError(f"git {words[0]}: {error}") from error
     if done.returncode:
         said = (done.stderr or done.stdout).decode(errors="replace")
         reason = " ".join(said.split()) or f"exit code {done.returncode}"
@@ -98,9 +96,4 @@ def head(root: Path | str) -> str | None:
         GitError: git does not answer.
     """
     ask(root, "rev-parse", "--git-dir")
-    found = git(root, "rev-parse", "--verify", "--quiet", "HEAD")
-    if found is None and ask(root, "for-each-ref", "--count=1"):
-        raise GitError(
-            "git rev-parse: HEAD names no commit, though the repository has some: git fsck"
-        )
-    return found
+    return git(root, "rev-parse", "--verify", "--quiet", "HEAD")

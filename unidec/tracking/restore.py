@@ -49,10 +49,8 @@ def restore_point(tags: Mapping[str, str], run_id: str | None) -> RestorePoint:
     except GitError:
         return RestorePoint(own, [])
     found.sort(key=lambda commit: commit != own)  # its own commit first
-    for commit in found[:_MOST_COMPARED]:
-        if not differing(tags, commit):
-            return RestorePoint(commit, [])
-    commit = (found or [own])[0]
+    whole = (commit for commit in found[:_MOST_COMPARED] if not differing(tags, commit))
+    commit = next(whole, (found or [own])[0])
     missing = []
     if not found:
         kept = f"; MLflow run {run_id} keeps it as {RECORDS_FOLDER}/{LOCK}" if run_id else ""

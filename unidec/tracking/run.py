@@ -99,17 +99,15 @@ class Tracker:
         self._run_dir.mkdir(parents=True, exist_ok=True)
         all_tags = dict(tags or {}) | run_tags()
         name = all_tags.pop("mlflow.runName", None) or run_name or self._run_dir.name
-        old = tracking_state(self._run_dir)
         params = _without_credentials(params_flat)
+        # of a new run; `_note` keeps those of the run that was started in this folder
+        self._state = {"run_key": uuid.uuid4().hex, "begun": _now_ms()}
         self._note(
             experiment=self.experiment,
             run_name=name,
-            run_key=old.get("run_key") or uuid.uuid4().hex,
-            run_id=old.get("run_id"),
             params={key: value[:_VALUE_LIMIT] for key, value in params.items()},
             tags=_without_credentials(all_tags),
             dataset=dict(dataset or {}),
-            begun=old.get("begun") or _now_ms(),
             status=None,
             holder=this_process(),
         )
@@ -285,7 +283,7 @@ class Tracker:
             entity = Dataset(name, digest, "local", source, profile=json.dumps(about))
             context = InputTag("mlflow.data.context", "training")
             client.log_inputs(run_id, [DatasetInput(entity, [context])])
-        if self.status is None and run.info.status != "RUNNING":
+        if self.status is None:
             client.update_run(run_id, status="RUNNING")
 
     def _send(self) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import getpass
 import importlib.metadata
 import importlib.util
 import json
@@ -272,14 +271,6 @@ class UnlessMissing:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
         return getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST"
-
-
-def user() -> str:
-    """The user's name; in a container without one, the user id."""
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):
-        return str(os.getuid())
 
 
 def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
