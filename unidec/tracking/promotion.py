@@ -70,8 +70,8 @@ def aliases(client: MlflowClient, model_name: str) -> dict[str, str]:
 
 def all_versions(client: MlflowClient, model_name: str) -> list[ModelVersion]:
     """Every version (MLflow returns up to 10,000), newest first; [] if there is no such model."""
-    found = client.search_model_versions(f"name = '{model_name}'")
-    return sorted(found, key=lambda version: int(version.version), reverse=True)
+    newest_first = ["version_number DESC"]
+    return list(client.search_model_versions(f"name = '{model_name}'", order_by=newest_first))
 
 
 def version_of(client: MlflowClient, model_name: str, which: str | int) -> ModelVersion | None:
