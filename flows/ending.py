@@ -7,6 +7,7 @@ seconds after Ctrl-C, and minutes if its server is gone."""
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 from flows import server
 from unidec.errors import Refused, TrainingError, UnidecError
+from unidec.interrupt import stopped
 
 PREFECT_S = 1.5  # time for Prefect to record the end after a signal, or when its server is gone
 LEAVE_S = 24.0  # time to save a checkpoint when Prefect's server is gone
@@ -88,8 +90,7 @@ class Ending:
             self.code = _print_result(result, self.show)
             return True
         if not isinstance(error, Exception):
-            self.code = _print_stopped(error)
-            return True
+            error = stopped(getattr(error, "signal", signal.SIGINT), RESUME)
         if not isinstance(error, UnidecError):
             return False
         print(error, file=sys.stderr, flush=True)
@@ -122,15 +123,6 @@ def _without_server(result: Any) -> tuple[Any, BaseException | None]:
     if isinstance(body.error, UnidecError):
         return None, body.error
     return None, TrainingError(server.LOST, fix=RESUME)
-
-
-def _print_stopped(error: BaseException) -> int:
-    """Say that a signal stopped the work; returns the exit code."""
-    is_interrupt = isinstance(error, KeyboardInterrupt)
-    print(
-        f"{'interrupted' if is_interrupt else 'terminated'}: {RESUME}", file=sys.stderr, flush=True
-    )
-    return 130 if is_interrupt else 143
 
 
 def _print_result(result: Any, show: Callable[[Any], str]) -> int:

@@ -93,7 +93,6 @@ def register(
             all_tags = {HASH_TAG: sha256, "unidec.version": __version__}
             all_tags |= {key: without_credentials(tag) for key, tag in (tags or {}).items()}
             run = client.get_run(run_id) if run_id else None
-            check_artifacts(client.get_experiment(run.info.experiment_id if run else "0"), uri)
             model_id, run_id = _log_model(client, bundle_path, run, all_tags)
             create = functools.partial(
                 client.create_model_version,

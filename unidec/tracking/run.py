@@ -277,7 +277,7 @@ class Tracker:
         client.log_batch(run_id, params=params, tags=tags)
         about = dict(self._state["dataset"])
         if about and not (run.inputs and run.inputs.dataset_inputs):
-            name = about.pop("name")
+            name = str(about.pop("name"))
             digest = str(about.pop("digest"))[:_DIGEST_LIMIT]
             source = json.dumps({"uri": about.pop("path")})
             entity = Dataset(name, digest, "local", source, profile=json.dumps(about))
