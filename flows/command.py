@@ -24,6 +24,7 @@ from unidec import interrupt
 from unidec.addresses import mask_logs, masked_excepthook
 from unidec.config import parse_overrides
 from unidec.errors import ConfigError, in_one_message
+from unidec.progress import say
 from unidec.surroundings import output_failure
 
 _NAMES = {"overrides": "set", "params_file": "params", "register_trial": "register"}
@@ -44,10 +45,10 @@ def main(name: str, words: Sequence[str] | None = None) -> int:
         told = in_one_message(error, f"python -m flows.{name} --debug ...")
         if is_debug or told is None:
             raise
-        print(told[0], file=sys.stderr, flush=True)
+        say(told[0])
         return told[1]
     if failure := output_failure():
-        print(f"the result could not be printed: {failure.strerror}", file=sys.stderr, flush=True)
+        say(f"the result could not be printed: {failure.strerror}")
     return code
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from flows import server
 from unidec.errors import Refused, TrainingError, UnidecError
 from unidec.interrupt import stopped
+from unidec.progress import say
 
 PREFECT_S = 1.5  # time for Prefect to record the end after a signal, or when its server is gone
 LEAVE_S = 24.0  # time to save a checkpoint when Prefect's server is gone
@@ -93,7 +94,7 @@ class Ending:
             error = stopped(getattr(error, "signal", signal.SIGINT), RESUME)
         if not isinstance(error, UnidecError):
             return False
-        print(error, file=sys.stderr, flush=True)
+        say(str(error))
         self.code = error.exit_code
         return True
 
@@ -118,7 +119,7 @@ def _without_server(result: Any) -> tuple[Any, BaseException | None]:
     """Result and error of a flow whose server is gone: finished work has not failed."""
     is_finished = body.is_over.is_set() and body.error is None
     if is_finished or result is not None:
-        print(f"warning: {server.LOST}: Prefect has no record of this run's end", file=sys.stderr)
+        say(f"warning: {server.LOST}: Prefect has no record of this run's end")
         return body.result if is_finished else result, None
     if isinstance(body.error, UnidecError):
         return None, body.error
@@ -131,10 +132,9 @@ def _print_result(result: Any, show: Callable[[Any], str]) -> int:
     print(show(done), flush=True)
     if missing := done.get("no_champion"):
         why = " ".join(missing["reason"].split())
-        line = (
+        say(
             f"there is no champion: version {missing['version']} was refused ({why}); run: "
             f"{missing['command']}"
         )
-        print(line, file=sys.stderr)
         return Refused.exit_code
     return 0

@@ -46,8 +46,7 @@ def start() -> int:
     if not is_needed():
         return 0
     check_writable([Path(os.environ["PREFECT_HOME"])])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         port = int(probe.getsockname()[1])
     command = [sys.executable, "-m", "flows.server", str(port), str(os.getpid())]
     _processes.append(

@@ -16,7 +16,13 @@ T = TypeVar("T")
 
 _ATTEMPTS = 5
 _PAUSE_S = 0.2  # doubled after each attempt: the server may still be at work
-_UNCLEAR = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED")
+# MLflow's codes for a server that does not answer, or not now; all others are about the request
+UNCLEAR = (
+    "INTERNAL_ERROR",
+    "DEADLINE_EXCEEDED",
+    "TEMPORARILY_UNAVAILABLE",
+    "REQUEST_LIMIT_EXCEEDED",
+)
 
 
 def create_once(find: Callable[[], T | None], create: Callable[[], T]) -> T:
@@ -35,7 +41,7 @@ def create_once(find: Callable[[], T | None], create: Callable[[], T]) -> T:
             with environment("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0"):
                 return create()
         except (MlflowException, OSError) as error:
-            is_unclear = getattr(error, "error_code", _UNCLEAR[0]) in _UNCLEAR
+            is_unclear = getattr(error, "error_code", UNCLEAR[0]) in UNCLEAR
             if not is_unclear or attempt == _ATTEMPTS - 1:
                 raise
         time.sleep(_PAUSE_S * 2**attempt)

@@ -159,7 +159,7 @@ def answers(uri: str, seconds: float = 2.0) -> bool:
 
     A server must answer a request, with any status; a database must accept a connection; a file
     always counts as answering."""
-    import requests  # type: ignore[import-untyped]
+    import requests
 
     address = parse(uri)
     port = address.port or _DATABASE_PORTS.get(address.scheme.partition("+")[0])
