@@ -83,11 +83,8 @@ def register(
     sha256 = checked_sha256(bundle_path)
     client = open_client(uri)
     with lock_file(bundle_path.parent / f".{bundle_path.name}.register.lock"), tracking_to(uri):
-        try:
+        with contextlib.suppress(MlflowException):  # it exists; any other error comes again
             client.create_registered_model(model_name, description=_DESCRIPTION)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
         version = find_version(client, model_name, sha256)
         if version is None:
             all_tags = {HASH_TAG: sha256, "unidec.version": __version__}
@@ -106,8 +103,7 @@ def register(
             version = create_once(lambda: find_version(client, model_name, sha256), create)
         number = str(version.version)
         verify_version(model_name, number, sha256)
-        if client.get_registered_model(model_name).aliases.get("challenger") != number:
-            client.set_registered_model_alias(model_name, "challenger", number)
+        client.set_registered_model_alias(model_name, "challenger", number)
     return int(number)
 
 
