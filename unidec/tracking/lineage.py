@@ -20,7 +20,7 @@ from unidec.errors import ConfigError
 from unidec.metric_names import shown
 from unidec.text_page import render_text
 from unidec.tracking.fetch import parse_address
-from unidec.tracking.promotion import all_versions, known_version
+from unidec.tracking.promotion import aliases, all_versions, known_version
 from unidec.tracking.provenance import (
     COMMIT_TAG,
     DIFFERS_TAG,
@@ -105,6 +105,7 @@ def lineage(source: str | os.PathLike[str], *, model_name: str = "unidec") -> li
     """
     client = open_client(tracking_uri())
     version = _version(client, os.fspath(source), model_name)
+    named = aliases(client, version.name)
     oldest_first = all_versions(client, version.name)[::-1]
     by_hash = {item.tags.get(HASH_TAG, ""): item for item in oldest_first}
     found = []
@@ -113,7 +114,7 @@ def lineage(source: str | os.PathLike[str], *, model_name: str = "unidec") -> li
         # each version once, so that circular references end
         by_hash.pop(held.tags.get(HASH_TAG, ""), None)
         point = restore_point(held.tags, held.run_id or None)
-        found.append(_about(held, point))
+        found.append(_about(held, named, point))
         held = by_hash.get(held.tags.get("start.bundle.sha256", ""))
     return found
 
@@ -130,6 +131,7 @@ def models_of_data(prefix: str, *, model_name: str = "unidec") -> list[DataUse]:
     """
     _check_hash(prefix, "data")
     client = open_client(tracking_uri())
+    named = aliases(client, model_name)
     rows: list[DataUse] = []
     made_by: dict[str, str] = {}  # bundle hash -> version, for the versions made from the data
     for item in all_versions(client, model_name)[::-1]:
@@ -141,21 +143,22 @@ def models_of_data(prefix: str, *, model_name: str = "unidec") -> list[DataUse]:
         through = None if what else made_by.get(item.tags.get("start.bundle.sha256", ""))
         if what or through:
             made_by[hashes[HASH_TAG]] = number
-            rows.append(DataUse(number, sorted(item.aliases), what, through))
+            rows.append(DataUse(number, _named(named, number), what, through))
     return rows[::-1]
 
 
 def list_versions(model_name: str) -> list[Version]:
     """Every version, newest first; [] if there is no such model."""
     client = open_client(tracking_uri())
+    named = aliases(client, model_name)
     found = []
     for version in all_versions(client, model_name):
-        about = _about(version, RestorePoint(own_commit(version.tags), []))
+        about = _about(version, named, RestorePoint(own_commit(version.tags), []))
         found.append(replace(about, metrics=_metrics(client, version)))
     return found
 
 
-def _about(version: ModelVersion, point: RestorePoint) -> Version:
+def _about(version: ModelVersion, named: Mapping[str, str], point: RestorePoint) -> Version:
     tags = version.tags
     number = str(version.version)
     registered = datetime.fromtimestamp(version.creation_timestamp / 1000, UTC)
@@ -173,7 +176,7 @@ def _about(version: ModelVersion, point: RestorePoint) -> Version:
     return Version(
         model=version.name,
         version=number,
-        aliases=sorted(version.aliases),
+        aliases=_named(named, number),
         registered=registered.isoformat(timespec="seconds"),
         bundle_sha256=tags.get(HASH_TAG),
         dataset={"name": tags.get("dataset.name"), "sha256": tags.get(DATASET_TAG)},
@@ -201,6 +204,10 @@ def _below(tags: Mapping[str, str], prefix: str) -> dict[str, str]:
 def _artifacts(tags: Mapping[str, str]) -> dict[str, str]:
     hashes = {name: tag for name, tag in tags.items() if name not in (DIFFERS_TAG, LOCK_TAG)}
     return _below(hashes, DVC_TAG)
+
+
+def _named(named: Mapping[str, str], version: str) -> list[str]:
+    return sorted(alias for alias, number in named.items() if number == version)
 
 
 def _check_hash(prefix: str, where: str) -> None:
