@@ -24,6 +24,7 @@ from unidec import interrupt
 from unidec.addresses import mask_logs, masked_excepthook
 from unidec.config import parse_overrides
 from unidec.errors import ConfigError, in_one_message
+from unidec.progress import say
 from unidec.surroundings import output_failure
 
 _NAMES = {"overrides": "set", "params_file": "params", "register_trial": "register"}
@@ -44,10 +45,10 @@ def main(name: str, words: Sequence[str] | None = None) -> int:
         told = in_one_message(error, f"python -m flows.{name} --debug ...")
         if is_debug or told is None:
             raise
-        print(told[0], file=sys.stderr, flush=True)
+        say(told[0])
         return told[1]
     if failure := output_failure():
-        print(f"the result could not be printed: {failure.strerror}", file=sys.stderr, flush=True)
+        say(f"the result could not be printed: {failure.strerror}")
     return code
 
 
@@ -64,8 +65,7 @@ def _run(name: str, words: Sequence[str], is_program: bool) -> int:
     interrupt.end_guard()
     options = vars(_parser(module, name).parse_args(words))
     show = _as_json if options.pop("json") else getattr(module, "in_words", _as_json)
-    known = importlib.import_module("flows.lifecycle").known  # imports Prefect
-    ending = Ending(show, known)
+    ending = Ending(show)
     if is_program:
         ending.leave_in_time()
 
@@ -77,7 +77,7 @@ def _run(name: str, words: Sequence[str], is_program: bool) -> int:
         with server.running():
             return getattr(module, name)(**options)
 
-    code = guarded(run, show, ending)
+    code = guarded(run, ending)
     if is_program and (server.lost.is_set() or code in interrupt.EXIT_CODES.values()):
         leave(code)
     return code
@@ -99,22 +99,19 @@ def _invalid_setting(error: ValidationError) -> ConfigError:
     )
 
 
-def guarded(
-    run: Callable[[], Any], show: Callable[[Any], str], ending: Ending | None = None
-) -> int:
-    """Run a flow, print its result and return the exit code; known errors are printed without a
+def guarded(run: Callable[[], Any], ending: Ending) -> int:
+    """Run a flow, print its result and return the exit code; our own errors are printed without a
     traceback.
 
     If the gate refuses the version and there is no champion, the exit code is 6, and the last line
     is the command to run."""
     from prefect.exceptions import TerminationSignal
 
-    from flows.lifecycle import known, one_line_for_known_errors
+    from flows.lifecycle import one_line_for_known_errors
 
     def terminate(number: int, _frame: Any) -> None:
         raise TerminationSignal(signal=number)
 
-    ending = ending or Ending(show, known)
     # Prefect restores the previous handler of SIGTERM; the default would end us before a checkpoint
     # is written
     before = signal.signal(signal.SIGTERM, terminate)
@@ -140,31 +137,30 @@ def _parser(module: Any, name: str) -> argparse.ArgumentParser:
     )
     schema = getattr(module, name).parameters
     for key, described in schema.properties.items():
+        about = described["description"].replace("\n", " ").replace("%", "%%")
+        is_required = key in schema.required
+        if is_required and key not in ("input", "output"):
+            parser.add_argument(key, metavar=key.upper(), help=about)
+            continue
         word = _NAMES.get(key, key.replace("_", "-"))
         default = described.get("default")
-        kinds = {kind.get("type"): kind for kind in described.get("anyOf", [described])}
-        about = described["description"].replace("\n", " ").replace("%", "%%")
-        option: dict[str, Any] = {
-            "help": f"{about} Default: {default}." if default and default is not True else about
-        }
-        if key in schema.required and "object" not in kinds and key not in ("input", "output"):
-            parser.add_argument(key, metavar=key.upper(), **option)
-            continue
-        option |= {"dest": key, "default": default, "required": key in schema.required}
-        if "boolean" in kinds:
-            if default is not False:  # the default is True, or params.yaml decides
-                word, option["help"] = f"no-{word}", f"do not {about}"
-            option |= {"action": "store_const", "const": default is False}
-        elif "object" in kinds or described.get("type") == "array":
-            option |= {
-                "action": "append",
-                "default": [],
-                "metavar": "KEY=VALUE" if "object" in kinds else "NAME",
-            }
-        else:
-            text = kinds.get("string", {})
-            choices = text.get("enum") or ([text["const"]] if "const" in text else None)
-            option |= {"type": int if "integer" in kinds else str, "choices": choices}
+        option: dict[str, Any] = {"dest": key, "default": default, "required": is_required}
+        option["help"] = f"{about} Default: {default}." if default else about
+        kind = described.get("anyOf", [described])[0]  # the others: null, a list beside a text
+        match kind["type"]:
+            case "boolean" if default is None:  # params.yaml decides
+                word = f"no-{word}"
+                option |= {"action": "store_false", "help": f"do not {about}"}
+            case "boolean":
+                option["action"] = "store_true"
+            case "object":
+                option |= {"action": "append", "default": [], "metavar": "KEY=VALUE"}
+            case "array":
+                option |= {"action": "append", "metavar": "NAME"}
+            case "integer":
+                option["type"] = int
+            case _:
+                option["choices"] = kind.get("enum")
         parser.add_argument(f"-{word}" if len(word) == 1 else f"--{word}", **option)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser

@@ -57,21 +57,20 @@ def decide(
         except Refused as error:
             done["refused"] = str(error)
     lifecycle.say(outcome({"version": version, "model": name, **done}))
-    event: dict[str, Any] = {"version": version}
     if "promoted" in done:
-        event["previous"] = done["promoted"]["previous"]
-        event["metrics"] = verdict.metrics.get("challenger", {})
-        publish.emit(name, "promoted", event)
+        metrics = verdict.metrics.get("challenger", {})
+        event = {"previous": done["promoted"]["previous"], "metrics": metrics}
+        publish.emit(name, "promoted", {"version": version, **event})
     if "refused" in done:
-        event |= {"champion": verdict.champion, "reasons": done["gate"]["reasons"]}
-        publish.emit(name, "refused", event)
-        if verdict.champion is None:
-            # a damaged bundle has to be trained again; other checks can be overruled
-            command = f"{_program()} models promote {version}{' --force' if failed else ''}"
-            if failed.keys() & {"hash", "loads"}:
-                command = "make train ARGS=--force"
-            missing = {"version": version, "reason": done["refused"], "command": command}
-            done["no_champion"] = missing
+        event = {"champion": verdict.champion, "reasons": done["gate"]["reasons"]}
+        publish.emit(name, "refused", {"version": version, **event})
+    if "refused" in done and verdict.champion is None:
+        # a damaged bundle has to be trained again; other checks can be overruled
+        command = f"{_program()} models promote {version}{' --force' if failed else ''}"
+        if failed.keys() & {"hash", "loads"}:
+            command = "make train ARGS=--force"
+        missing = {"version": version, "reason": done["refused"], "command": command}
+        done["no_champion"] = missing
     return done
 
 
@@ -81,40 +80,25 @@ def share(params: Params, done: dict[str, Any]) -> dict[str, Any]:
     """
     shared: dict[str, Any] = {}
     publish.show_result(done)
+    source = params.source
     if params.retrain.push:
         with publish.harmless("dvc push failed"):
-            reproduce.push(params.source)
+            reproduce.push(source)
             shared["push"] = "done"
     if params.retrain.commit != "none":
-        with publish.harmless("nothing was committed"):
-            verdict = "refused" if "refused" in done else "registered"
-            if "promoted" in done:
-                verdict = "champion"
-            source = params.source
+        with publish.harmless("nothing was committed, so commit by hand"):
             extra = [str(reproduce.dvc_file(source))] if source.kind == "dvc" else []
-            version = done["version"]
-            shared |= lifecycle.run("commit", publish.commit, params, version, verdict, extra)
+            verdict = "refused" if "refused" in done else "registered"
+            verdict = "champion" if "promoted" in done else verdict
+            shared |= lifecycle.run(
+                "commit", publish.commit, params, done["version"], verdict, extra
+            )
     return {"shared": shared} if shared else {}
 
 
 def outcome(done: Mapping[str, Any]) -> str:
     """One line that tells what became of the model."""
-    if done.get("version") is None:
-        return "not registered: a trial, or only some of the steps"
-    version = f"version {done['version']} of {done['model']}"
-    gate = done.get("gate", {})
-    if "promoted" in done:
-        previous = done["promoted"].get("previous")
-        before = f"; `unidec models rollback` returns to version {previous}" if previous else ""
-        return f"{version} is the champion{before}"
-    if "refused" in done:
-        why = " ".join(done["refused"].split())
-        return f"{version} is not promoted, see outputs/gate.html: {why}"
-    if gate.get("passed") and not gate.get("already"):
-        return f"{version} passed the gate but is not promoted: `unidec models promote` promotes it"
-    if "skipped" in done:
-        return f"nothing to train: {done['skipped']}; the model is {version}"
-    return f"{version} is {'already the champion' if gate.get('already') else 'registered'}"
+    return render_text("outcome.txt", done=done)
 
 
 def summary(done: Mapping[str, Any]) -> str:
@@ -127,40 +111,14 @@ def summary(done: Mapping[str, Any]) -> str:
     return render_text(
         "trained.txt",
         done=done,
-        rows=compared(done),
         metrics=of_all_labels(),
-        outcome=outcome(done),
+        baselines=BASELINES,
         report=_shown(report),
         program=_program(),
         bundle=_shown(report.with_name("bundle")),
         default=str(paths.BUNDLE),
-        has_champion=_has_champion(done),
         has_makefile=Path("Makefile").is_file(),
     )
-
-
-def _has_champion(done: Mapping[str, Any]) -> bool:
-    """Whether a model is known to be the champion now; a registered trial is not
-    compared with any.
-    """
-    gate = done.get("gate", {})
-    known = "promoted" in done or "skipped" in done or gate.get("already") or gate.get("champion")
-    return bool(known) and "no_champion" not in done
-
-
-def compared(done: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
-    """Metrics in percent of this model, of the champion that it was compared with, and of the
-    baselines.
-    """
-    if "metrics" not in done:
-        return {}
-    name = f"version {done['version']}" if done.get("version") else "this model"
-    rows = {name: done["metrics"]}
-    gate = done.get("gate", {})
-    if champion := gate.get("metrics", {}).get("champion"):
-        former = "former " if "promoted" in done else ""
-        rows[f"{former}champion, version {gate['champion']}"] = champion
-    return rows | {BASELINES[name]: own for name, own in done.get("baselines", {}).items()}
 
 
 def _program() -> str:

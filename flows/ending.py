@@ -7,6 +7,7 @@ seconds after Ctrl-C, and minutes if its server is gone."""
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -16,6 +17,8 @@ from typing import Any
 
 from flows import server
 from unidec.errors import Refused, TrainingError, UnidecError
+from unidec.interrupt import stopped
+from unidec.progress import say
 
 PREFECT_S = 1.5  # time for Prefect to record the end after a signal, or when its server is gone
 LEAVE_S = 24.0  # time to save a checkpoint when Prefect's server is gone
@@ -48,14 +51,10 @@ class Ending:
 
     Args:
         show: the text of a result.
-        known: an error as one message with its fix, or None for a bug (`lifecycle.known`).
     """
 
-    def __init__(
-        self, show: Callable[[Any], str], known: Callable[[BaseException], UnidecError | None]
-    ) -> None:
+    def __init__(self, show: Callable[[Any], str]) -> None:
         self.show = show
-        self.known = known
         self.code = 1
         self._reported = threading.Event()
         self._first = threading.Lock()
@@ -75,8 +74,8 @@ class Ending:
         leave(self.code)
 
     def report(self, result: Any, error: BaseException | None) -> bool:
-        """Print the result, or the error if there is one; False: the error is a bug and was not
-        printed.
+        """Print the result, or the error if there is one; False: the error is none of ours, and was
+        not printed.
         """
         if not self._first.acquire(blocking=False):
             self._reported.wait()
@@ -92,13 +91,11 @@ class Ending:
             self.code = _print_result(result, self.show)
             return True
         if not isinstance(error, Exception):
-            self.code = _print_stopped(error)
-            return True
-        found = self.known(error)
-        if found is None:
+            error = stopped(getattr(error, "signal", signal.SIGINT), RESUME)
+        if not isinstance(error, UnidecError):
             return False
-        print(found, file=sys.stderr, flush=True)
-        self.code = found.exit_code
+        say(str(error))
+        self.code = error.exit_code
         return True
 
 
@@ -122,20 +119,11 @@ def _without_server(result: Any) -> tuple[Any, BaseException | None]:
     """Result and error of a flow whose server is gone: finished work has not failed."""
     is_finished = body.is_over.is_set() and body.error is None
     if is_finished or result is not None:
-        print(f"warning: {server.LOST}: Prefect has no record of this run's end", file=sys.stderr)
+        say(f"warning: {server.LOST}: Prefect has no record of this run's end")
         return body.result if is_finished else result, None
     if isinstance(body.error, UnidecError):
         return None, body.error
     return None, TrainingError(server.LOST, fix=RESUME)
-
-
-def _print_stopped(error: BaseException) -> int:
-    """Say that a signal stopped the work; returns the exit code."""
-    is_interrupt = isinstance(error, KeyboardInterrupt)
-    print(
-        f"{'interrupted' if is_interrupt else 'terminated'}: {RESUME}", file=sys.stderr, flush=True
-    )
-    return 130 if is_interrupt else 143
 
 
 def _print_result(result: Any, show: Callable[[Any], str]) -> int:
@@ -144,10 +132,9 @@ def _print_result(result: Any, show: Callable[[Any], str]) -> int:
     print(show(done), flush=True)
     if missing := done.get("no_champion"):
         why = " ".join(missing["reason"].split())
-        line = (
+        say(
             f"there is no champion: version {missing['version']} was refused ({why}); run: "
             f"{missing['command']}"
         )
-        print(line, file=sys.stderr)
         return Refused.exit_code
     return 0

@@ -25,8 +25,10 @@ from flows import ending, publish, reconcile
 from unidec.addresses import without_credentials
 from unidec.errors import TrainingError, UnidecError, system_error
 from unidec.interrupt import STARTED_BY
-from unidec.pipeline.lock import environment, one_at_a_time
+from unidec.pipeline.lock import one_at_a_time
 from unidec.pipeline.parent_watch import watch
+from unidec.surroundings import environment
+from unidec.tracking.once import UNCLEAR
 from unidec.tracking.run import RUN_TAGS, run_tags
 
 # a helper that was killed must not be waited for longer than half a minute
@@ -39,13 +41,6 @@ _PASSING = {
     "Timeout",
     "TimeoutError",
     "TransportError",
-}
-# MLflow's codes for a server that does not answer, or not now; all others are about the request
-_MLFLOW_PASSING = {
-    "DEADLINE_EXCEEDED",
-    "INTERNAL_ERROR",
-    "REQUEST_LIMIT_EXCEEDED",
-    "TEMPORARILY_UNAVAILABLE",
 }
 
 # in Prefect's words for a run that a signal ended; flows.ending prints one line for it
@@ -80,7 +75,7 @@ def known(error: BaseException) -> UnidecError | None:
     if isinstance(error, UnidecError):
         return error
     names = {kind.__name__ for kind in type(error).__mro__}
-    if names & _PASSING or getattr(error, "error_code", None) in _MLFLOW_PASSING:
+    if names & _PASSING or getattr(error, "error_code", None) in UNCLEAR:
         got = " ".join(f"{type(error).__name__}: {error}".split())[:500]
         return MayRecover(
             "a server or a database does not answer",
@@ -123,17 +118,17 @@ def run(name: str, work: Callable[..., T], *arguments: Any, retry: bool = False,
         publish.show_task(name, result)
         return result
 
-    # no result cache: DVC and checkpoints decide what is already done
-    options: dict[str, Any] = {
-        "name": name,
-        "task_run_name": name,
-        "cache_policy": NO_CACHE,
-        "persist_result": False,
-    }
-    if retry:
-        options |= {"retries": len(RETRY_SECONDS), "retry_delay_seconds": RETRY_SECONDS}
-        options |= {"retry_condition_fn": worth_retrying}
-    return task(shown, **options)(*arguments, **named)
+    shown_task = task(
+        shown,
+        name=name,
+        task_run_name=name,
+        cache_policy=NO_CACHE,  # DVC and checkpoints decide what is already done
+        persist_result=False,
+        retries=len(RETRY_SECONDS) if retry else 0,
+        retry_delay_seconds=RETRY_SECONDS,
+        retry_condition_fn=worth_retrying,
+    )
+    return shown_task(*arguments, **named)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from flows import lifecycle, publish
 from unidec import pipeline
 from unidec.config import load_params
 from unidec.errors import DataError
+from unidec.text_page import render_text
 
 
 @flow(name="unidec-monitor", description=__doc__, persist_result=False)
@@ -66,10 +67,4 @@ def newest(pattern: str) -> str:
 
 def in_words(result: dict[str, Any]) -> str:
     """The findings, as lines of text."""
-    verdict = "drifted" if result["drifted"] else "no drift"
-    if not result["judged"]:
-        verdict = "too few to judge (drift.min_window)"
-    found = [f"  {finding['words']}" for finding in result["findings"] if finding["drifted"]]
-    return "\n".join(
-        [f"{result['queries']:,} queries: {verdict}", *found, f"report: {result['page']}"]
-    )
+    return render_text("monitored.txt", **result)

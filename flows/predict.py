@@ -30,7 +30,6 @@ from typing import Any, Literal, NamedTuple
 
 from prefect import flow, task, unmapped
 from prefect.cache_policies import NO_CACHE
-from prefect.futures import as_completed
 from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTaskRunner
 
 from flows import lifecycle
@@ -138,12 +137,7 @@ def write_shards(work: Work, runner: str | None = None) -> None:
             "number": missing,
             "threads": unmapped(threads),
         }
-        futures = pool.map(shard, given)
-        number_of = {
-            future.task_run_id: number for future, number in zip(futures, missing, strict=True)
-        }
-        for future in as_completed(list(futures)):
-            number = number_of[future.task_run_id]
+        for number, future in zip(missing, pool.map(shard, given), strict=True):
             try:
                 future.result()
             except Exception as error:

@@ -5,9 +5,9 @@ fails no run.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,12 @@ from prefect.runtime import flow_run as current_flow_run
 
 from unidec import pipeline
 from unidec.addresses import without_credentials
+from unidec.cli.commands import lines_of
 from unidec.config import Params
 from unidec.errors import UnidecError
 from unidec.text_page import render_text
 from unidec.tracking.provenance import LOCK_COMMIT_TAG
+from unidec.tracking.repository import ask
 from unidec.tracking.store import open_client, tracking_uri
 
 MOST_ROWS = 60  # of a task's table
@@ -35,6 +37,7 @@ PAGES = (
     "../data/change/index.html",
 )
 log = logging.getLogger("unidec.flows")
+_git = functools.partial(ask, ".")
 
 
 @contextlib.contextmanager
@@ -51,28 +54,16 @@ def show_task(name: str, result: Any) -> None:
     """Show a task's result as a table in Prefect; the key has no round or version, so that Prefect
     shows a history.
     """
-    rows = [{"what": what, "value": value} for what, value in rows_of(pipeline.plain(result))]
-    if rows and FlowRunContext.get() is not None:
-        stem = re.split(r"( of)?( version| round)? \d", name.lower())[0]
-        key = re.sub(r"[^a-z]+", "-", stem).strip("-")
-        create_table_artifact(rows[:MOST_ROWS], key=key, description=name)
-
-
-def rows_of(result: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Names and values of a result of `pipeline.plain` for display: numbers and texts, checks and
-    findings as sentences, without the metrics of frequency groups.
-    """
-    named = dict(enumerate(result, 1)) if isinstance(result, list) else result
-    for key, value in (named if isinstance(named, Mapping) else {"result": named}).items():
-        if isinstance(value, Mapping) and "words" in value:
-            state = {True: "passed: ", False: "FAILED: "}.get(value.get("passed"), "")  # type: ignore[arg-type]
-            yield str(value["check"]), state + str(value["words"])
-        elif isinstance(value, Mapping | list):
-            yield from rows_of(value, f"{prefix}{key}: ")
-        elif isinstance(value, float) and "/" not in str(key):
-            yield f"{prefix}{key}", f"{value:.5g}"
-        elif isinstance(value, str | int | Path) and value != "" and "/" not in str(key):
-            yield f"{prefix}{key}", without_credentials(str(value))[:1000]
+    shown = pipeline.plain(result)
+    if shown is None or FlowRunContext.get() is None:
+        return
+    rows = []
+    for line in lines_of(name, shown if isinstance(shown, dict) else {"result": shown}):
+        what, _, value = line.removeprefix(f"{name}: ").partition(" = ")
+        rows.append({"what": what, "value": without_credentials(value)[:1000]})
+    stem = re.split(r"( of)?( version| round)? \d", name.lower())[0]
+    key = re.sub(r"[^a-z]+", "-", stem).strip("-")
+    create_table_artifact(rows[:MOST_ROWS], key=key, description=name)
 
 
 @harmless("the run's result could not be shown in Prefect")
@@ -126,18 +117,6 @@ def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()
     return done
 
 
-def _git(*words: str) -> str:
-    done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=60, check=False)
-    if done.returncode:
-        raise UnidecError(
-            "git failed",
-            where=f"git {' '.join(words[:2])}",
-            got=(done.stderr or done.stdout).strip(),
-            fix="follow git's message, then commit by hand",
-        )
-    return done.stdout.strip()
-
-
 @harmless("an event could not be sent to Prefect")
 def emit(model_name: str, event: str, payload: Mapping[str, Any]) -> None:
     """Send the event `unidec.<event>` (skipped, refused, promoted or drift) about
@@ -151,11 +130,5 @@ def emit(model_name: str, event: str, payload: Mapping[str, Any]) -> None:
             "prefect.resource.id": f"unidec.model.{model_name}",
             "prefect.resource.name": model_name,
         },
-        related=[
-            {
-                "prefect.resource.id": f"prefect.flow-run.{current_flow_run.id}",
-                "prefect.resource.role": "cause",
-            }
-        ],
         payload=dict(payload),
     )

@@ -159,8 +159,9 @@ def in_words(printed: Mapping[str, str]) -> str:
     line = f"data: ran {', '.join(stages)}"
     if "ingest: num_labels" not in printed:
         return line
-    sizes = [printed.get(f"ingest: {split}", 0) for split in ("train", "validation", "test")]
-    queries = sum(map(int, sizes))
+    queries = sum(
+        int(printed.get(f"ingest: {split}", 0)) for split in ("train", "validation", "test")
+    )
     return f"{line}: {queries:,} queries, {int(printed['ingest: num_labels']):,} labels"
 
 
@@ -290,19 +291,19 @@ def fetch(source: Source) -> str:
         code, remote = run(["config", "core.remote"])
         if code == 0:  # DVC verifies hashes of downloaded files only if this is set
             dvc(["config", "--local", f"remote.{remote.strip()}.verify", "true"])
-    code, output = run(words, log.info, secret_values(source.secrets))
-    if code < 0 or (code and _PASSING.search(output)):
-        raise failure(words, code, output[-2000:])
-    if code:
+    secrets = secret_values(source.secrets)
+    try:
+        dvc(words, log.info, secrets)
+    except ConfigError as error:
         raise DataError(
             "DVC cannot fetch this data: missing or damaged",
             where=target,
-            got=" ".join(output.split())[-2000:],
+            got=error.got,
             fix=(
                 "run dvc push where the data is complete, or fix the remote (dvc remote list); "
                 "nothing was trained"
             ),
-        )
+        ) from error
     return f"dvc {' '.join(words)}"
 
 

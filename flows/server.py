@@ -46,8 +46,7 @@ def start() -> int:
     if not is_needed():
         return 0
     check_writable([Path(os.environ["PREFECT_HOME"])])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         port = int(probe.getsockname()[1])
     command = [sys.executable, "-m", "flows.server", str(port), str(os.getpid())]
     _processes.append(
@@ -75,17 +74,15 @@ def running() -> Iterator[None]:
         yield
         return
     address = f"http://127.0.0.1:{port}/api"
+    process = _processes[0]
     while not answers(address) and time.monotonic() < end:
-        if any(process.poll() is not None for process in _processes):
+        if process.poll() is not None:
             raise TrainingError(
                 f"{LOST} before it answered", fix="run again; its message, if any, is above"
             )
         time.sleep(0.05)
     over = threading.Event()
-    for process in _processes:
-        threading.Thread(
-            target=_watch, args=(process, over), daemon=True, name="unidec-server"
-        ).start()
+    threading.Thread(target=_watch, args=(process, over), daemon=True).start()
     # the temporary server has no pages, and no automation that uses heartbeats
     unset = {PREFECT_UI_URL: "", "flows.heartbeat_frequency": None}
     try:

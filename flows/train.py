@@ -22,7 +22,6 @@ if __name__ == "__main__":
 
 import contextlib
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -248,8 +247,8 @@ def _own_folder(params: Params) -> Iterator[Params]:
 def prepare(options: dict[str, Any]) -> dict[str, Any] | None:
     """Report errors in the options before Prefect starts, and do slow work while its server starts.
 
-    If no server is configured, the data stages run here; if there is then nothing to train, the
-    result is returned, and no flow run is needed."""
+    If no server is configured and there is nothing to do, the result is returned, and no flow run
+    is needed."""
     params = load_params(options["params_file"], options["overrides"])
     pipeline.check_before_work(params, parse_steps(options["steps"]))
     through_dvc = (
@@ -271,10 +270,6 @@ def prepare(options: dict[str, Any]) -> dict[str, Any] | None:
             with one_at_a_time():
                 return _skip(params, options["promote"])
         server.start()
-        if data_changed:
-            # the flow retries it
-            with one_at_a_time(), contextlib.suppress(lifecycle.MayRecover):
-                print(reproduce.in_words(reproduce.make_data(DATA_STEPS)), file=sys.stderr)
     store.result()
     return None
 

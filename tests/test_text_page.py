@@ -14,7 +14,7 @@ def test_a_table_in_markdown() -> None:
 
 
 def test_a_name_that_a_template_lacks_is_an_error() -> None:
-    text = render_text("model_card.md", table="", facts={"data": "x", "sizes": [1]}, sha256="ab")
+    text = render_text("model_card.md", card={"data": "x", "sizes": [1]}, sha256="ab")
     assert "- data: x" in text and "sizes" not in text
     with pytest.raises(UndefinedError):
-        render_text("model_card.md", table="", facts={})
+        render_text("model_card.md", card={})

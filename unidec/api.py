@@ -9,6 +9,7 @@ model.predict(["brushes for painting"], k=5)
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -251,12 +252,12 @@ class Model:
         relevant = truth[rows].astype(bool)
         inverse_L = _inverse_propensity(bundle)
         no_group_L = np.zeros(self.num_labels, dtype=np.int64)
+        left_out = "/"  # of frequency groups
         if inverse_L is None:
-            figures = evaluate(predicted, relevant, np.ones(self.num_labels), no_group_L)
-            figures = {name: value for name, value in figures.items() if name[:2] != "PS"}
-        else:
-            figures = evaluate(predicted, relevant, inverse_L, no_group_L)
-        return {name: value for name, value in figures.items() if "/" not in name}
+            inverse_L = np.ones(self.num_labels)
+            left_out = "/|PS"
+        figures = evaluate(predicted, relevant, inverse_L, no_group_L)
+        return {name: value for name, value in figures.items() if not re.search(left_out, name)}
 
     def change_labels(
         self,
@@ -297,16 +298,13 @@ class Model:
         Raises:
             ConfigError: the folder exists.
         """
-        target = Path(folder).absolute()
-        if target.exists():
+        from unidec.data.storage import swap_folder
+
+        if Path(folder).exists():
             fix = "remove it, or name another folder"
             raise ConfigError("exists already", where=folder, fix=fix)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        prefix = f".{target.name}-"
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as scratch:
-            copy = Path(scratch) / "bundle"
-            shutil.copytree(self.folder, copy)
-            copy.rename(target)
+        with swap_folder(folder) as copy:
+            shutil.copytree(self.folder, copy, dirs_exist_ok=True)
         return Path(folder)
 
 
@@ -459,12 +457,12 @@ def _inverse_propensity(bundle: Bundle) -> np.ndarray | None:
     from unidec.data.propensity import inverse_propensity
 
     voters = bundle.neighbours
-    constants = bundle.info.params.get("data", {})
-    if voters is None or "propensity_a" not in constants or "propensity_b" not in constants:
+    if voters is None:
         return None
-    count_L = np.bincount(voters.labels_ML.indices, minlength=bundle.num_labels)
+    constants = bundle.info.params["data"]
     a = constants["propensity_a"]
     b = constants["propensity_b"]
+    count_L = np.bincount(voters.labels_ML.indices, minlength=bundle.num_labels)
     return inverse_propensity(count_L, voters.num_queries, a, b)
 
 

@@ -107,15 +107,8 @@ class UniDECClassifier(BaseEstimator):
         """
         check_is_fitted(self, "model_")
         texts = listed(texts, "texts")
-        truth = _checked(Y, len(texts), len(self.classes_)).astype(bool)
-        truth.eliminate_zeros()
-        rows = np.flatnonzero(np.diff(truth.indptr))
-        if not len(rows):
-            what = "nothing to score: no text has a label"
-            raise DataError(what, where="Y", expected="a label of at least one text")
-        found = self.model_.predict([texts[row] for row in rows], 1)
-        first = [int(labels[0].uid) for labels in found]
-        return float(truth[rows, first].mean())
+        truth = _checked(Y, len(texts), len(self.classes_))
+        return self.model_.evaluate(texts, truth)["P@1"] / 100
 
     def decision_function(self, texts: Sequence[str]) -> csr_matrix:
         """Scores of the k best labels of each query: float64 CSR [N, L]."""

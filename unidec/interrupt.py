@@ -14,7 +14,10 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from unidec.errors import Stopped
 
 # noted before slow imports, during which that process may end
 STARTED_BY = os.getppid()
@@ -61,8 +64,6 @@ def signals_raise(again: str, farewell: str) -> Iterator[None]:
     Raises:
         Stopped: a signal arrived.
     """
-    from unidec.errors import Stopped
-
     received: list[int] = []
 
     def receive(number: int, _frame: FrameType | None) -> None:
@@ -79,11 +80,20 @@ def signals_raise(again: str, farewell: str) -> Iterator[None]:
     try:
         yield
     except _Signal:
-        what = "interrupted" if received[0] == signal.SIGINT else "terminated"
-        raise Stopped(f"{what}: {again}", EXIT_CODES[received[0]]) from None
+        raise stopped(received[0], again) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def stopped(number: int, again: str) -> Stopped:
+    """The error of work that this signal stopped; `again` says what running the command again
+    does.
+    """
+    from unidec.errors import Stopped
+
+    what = "interrupted" if number == signal.SIGINT else "terminated"
+    return Stopped(f"{what}: {again}", EXIT_CODES[number])
 
 
 @dataclass

@@ -8,18 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
-import re
 import sys
-import warnings
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
-_THREADS = tuple(
-    f"{name}_NUM_THREADS" for name in ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "VECLIB_MAXIMUM")
-)
-_SIZES = ("COLUMNS", "LINES")
 
 
 class Output:
@@ -38,10 +32,6 @@ class Output:
         """Write a text, or drop it."""
         self._attempt(self.stream.write, text)
         return len(text)
-
-    def writelines(self, lines: Any) -> None:
-        """Write texts, or drop them."""
-        self._attempt(self.stream.writelines, lines)
 
     def flush(self) -> None:
         """Hand everything to the system."""
@@ -72,8 +62,6 @@ class Output:
 def settle() -> None:
     """Make this process, and those that it starts, independent of its surroundings."""
     _open_standard_streams()
-    _no_warning_is_an_error()
-    _drop_invalid_values()
     reach_local_servers()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -92,6 +80,19 @@ def reach_local_servers() -> None:
         missing = [host for host in LOCAL_HOSTS if host not in known]
         if known != ["*"] and missing:
             os.environ[name] = ",".join([*known, *missing])
+
+
+@contextlib.contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable inside the block."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def output_failure() -> OSError | None:
@@ -115,25 +116,3 @@ def _open_standard_streams() -> None:
         if getattr(sys, name) is None:
             mode = "r" if name == "stdin" else "w"
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
-
-
-def _no_warning_is_an_error() -> None:
-    """PYTHONWARNINGS=error would end work at the first warning of any library."""
-    asked = list(filter(None, os.environ.get("PYTHONWARNINGS", "").split(",")))
-    actions = [rule.partition(":")[0].strip().lower() or "default" for rule in asked]
-    # Python accepts abbreviations
-    kept = [rule for rule, action in zip(asked, actions, strict=True) if action[0] != "e"]
-    if kept != asked:
-        os.environ["PYTHONWARNINGS"] = ",".join(kept)
-        filters: Any = warnings.filters
-        filters[:] = [entry for entry in filters if entry[0] != "error"]
-
-
-def _drop_invalid_values() -> None:
-    valid = dict.fromkeys(_THREADS, r"[1-9]\d*(,[1-9]\d*)*|") | dict.fromkeys(_SIZES, r"\d+|")
-    for name, pattern in valid.items():
-        if not re.fullmatch(pattern, os.environ.get(name, "")):
-            del os.environ[name]
-    level = os.environ.get("MLFLOW_LOGGING_LEVEL", "INFO")
-    if level.upper() not in logging.getLevelNamesMapping():
-        del os.environ["MLFLOW_LOGGING_LEVEL"]

@@ -59,12 +59,9 @@ def check_writable(folders: Sequence[Path]) -> None:
     fix = f"run as user id {owner}, or: chown -R {user} {Path.cwd()}"
     if owner == user:
         fix = "allow writing (chmod u+w), or use a folder of a file system that can be written"
-    where = ", ".join(map(str, refused[:_MOST_SHOWN]))
-    if len(refused) > _MOST_SHOWN:
-        where += f" and {len(refused) - _MOST_SHOWN} more"
     raise ArtifactError(
         "cannot be written",
-        where=where,
+        where=", ".join(map(str, refused[:_MOST_SHOWN])),
         got=f"user id {user}; the owner is user id {owner}",
         fix=fix,
     )

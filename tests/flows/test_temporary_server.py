@@ -17,6 +17,7 @@ from flows import command, server
 server.start()
 from prefect import flow, task
 from flows import lifecycle
+from flows.ending import Ending
 import psutil
 
 @task
@@ -36,7 +37,7 @@ def run():
     with server.running():
         return small()
 
-code = command.guarded(run, json.dumps)
+code = command.guarded(run, Ending(json.dumps))
 print(json.dumps("prefect.server.api.server" in sys.modules))
 sys.exit(code)
 """

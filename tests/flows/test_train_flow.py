@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from flows import command
+from flows.ending import Ending
 from unidec.config import Params, load_params
 from unidec.errors import ConfigError, DataError, Refused, TrainingError
 from unidec.evaluation.significance import Check
@@ -451,7 +452,8 @@ def test_a_run_that_the_gate_leaves_without_a_champion(run, stages, flow_module,
     loads = Check("loads", False, None, None, "damaged")
     stages.gate = lambda *given: replace(gate(*given), champion=None, reasons=[loads])
     assert run()["no_champion"]["command"] == "make train ARGS=--force"
-    assert command.guarded(lambda: {"refused": "x", "no_champion": missing}, str) == 6
+    result = {"refused": "x", "no_champion": missing}
+    assert command.guarded(lambda: result, Ending(str)) == 6
     last = capsys.readouterr().err.splitlines()[-1]
     assert "no champion" in last
     assert "2.1 behind" in last
@@ -515,35 +517,18 @@ def test_nothing_to_do_needs_no_flow_run_and_no_server(run, prepare, stages):
     assert len(prepare.servers) == 1
 
 
-def test_data_is_made_while_the_server_starts(
-    run, prepare, stages, flow_module, capsys, monkeypatch
-):
-    printed = {
+def test_made_data_in_words(flow_module):
+    made = {
         "ingest: name": "x",
         "ingest: train": "12000",
         "ingest: test": "345",
         "ingest: num_labels": "1700",
+        "label-graph: edges": "0",
     }
-    make = flow_module.reproduce.make_data
-    made = {**printed, "label-graph: edges": "0"}
-    monkeypatch.setattr(flow_module.reproduce, "make_data", lambda names: make(names) | made)
-    assert prepare() is None and stages.calls == PREPARED and prepare.servers
-    assert (
-        capsys.readouterr().err == "data: ran ingest, label-graph: 12,345 queries, 1,700 labels\n"
-    )
-    assert flow_module.reproduce.in_words({"tokens: queries_texts": "7"}) == "data: ran tokens"
-    assert "DVC's cache" in flow_module.reproduce.in_words({})
-    run.data_changed = False
-    run()
-    assert stages.calls == [*WHOLE, "gate 3", "promote 3"], "not made twice"
-    run.data_changed, stages.fail[PREPARED[0]] = (
-        True,
-        flow_module.lifecycle.MayRecover("a lock of DVC"),
-    )
-    assert prepare() is None, "the flow retries"
-    stages.fail[PREPARED[0]] = DataError("three labels without text", where="data/dataset")
-    with pytest.raises(DataError, match="three labels"):
-        prepare()
+    in_words = flow_module.reproduce.in_words
+    assert in_words(made) == "data: ran ingest, label-graph: 12,345 queries, 1,700 labels"
+    assert in_words({"tokens: queries_texts": "7"}) == "data: ran tokens"
+    assert "DVC's cache" in in_words({})
 
 
 def test_where_a_server_shows_the_run_or_data_is_fetched_the_flow_does_it_all(

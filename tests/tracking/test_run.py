@@ -189,18 +189,12 @@ def test_a_disk_that_is_full_stops_nothing(client, tmp_path, monkeypatch, caplog
     assert "No space left" in caplog.text
 
 
-@pytest.mark.parametrize("lost", ["run_id", "note"])
-def test_a_run_whose_id_got_lost_is_found_again(client, tmp_path, lost):
-    """By its key; or, where the folder has lost its note, by the id that a checkpoint names."""
+def test_a_run_whose_id_got_lost_is_found_again(client, tmp_path):
+    """By its key."""
     run_id = begin(tmp_path).run_id
     note = tmp_path / "tracking.json"
-    if lost == "note":
-        note.unlink()
-    else:
-        note.write_text(json.dumps(json.loads(note.read_text()) | {"run_id": None}))
-    assert Tracker("tests").start(tmp_path, {"seed": 0}, run_id=run_id) == run_id
-    # the folder's note is newer
-    assert Tracker("tests").start(tmp_path, {"seed": 0}, run_id="gone") == run_id
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"run_id": None}))
+    assert Tracker("tests").start(tmp_path, {"seed": 0}) == run_id
 
 
 def test_a_deleted_run_and_a_damaged_state_begin_again(client, tmp_path):

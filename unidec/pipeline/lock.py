@@ -28,19 +28,6 @@ _changing = threading.Lock()  # guards `_held` and the environment variable
 
 
 @contextlib.contextmanager
-def environment(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable inside the block."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
-
-
-@contextlib.contextmanager
 def one_at_a_time(folder: Path | None = None) -> Iterator[None]:
     """Hold the project's training lock, in `folder` or runs/. The system releases it when the
     process dies, so no stale lock is left.

@@ -338,8 +338,7 @@ def start_run(
             f"epoch {run.epoch} was trained but not validated before the kill: validated now"
         )
     if track:
-        run_id = state.get("notes", {}).get("mlflow_run_id")
-        run.lines += begin_tracking(run.params, run.folder, run_id, accepted)
+        run.lines += begin_tracking(run.params, run.folder, accepted)
     return run
 
 
@@ -430,9 +429,6 @@ def _train(trainer: Trainer) -> RoundReport:
     if not trainer.ranks.is_first:
         return trainer.train_round()
     tracker = Tracker.resume(trainer.run_dir)
-    # also in the checkpoint: if the folder's tracking.json is lost, training resumes in the same
-    # MLflow run
-    trainer.at.notes |= {"mlflow_run_id": tracker.run_id}
     report = trainer.train_round(lambda step, figures: tracker.log(step, step_figures(figures)))
     memory = memory_used()
     tracker.log(trainer.at.step, {f"memory/{name}": value for name, value in memory.items()})

@@ -22,9 +22,7 @@ def model_params(
     return {key: flat[key] for key in ["recipe", *keys_deciding(*RESULTS, warm=is_warm)]}
 
 
-def begin_tracking(
-    params: Params, folder: Path, run_id: str | None, accepted: Collection[str]
-) -> list[str]:
+def begin_tracking(params: Params, folder: Path, accepted: Collection[str]) -> list[str]:
     """Start or resume the MLflow run of the training in `folder`; returns messages for the user."""
     dataset = paths.open_dataset()
     experiment = os.environ.get("DVC_EXP_NAME", "")  # set by `dvc exp run` and `dvc queue`
@@ -47,7 +45,7 @@ def begin_tracking(
     name = f"{dataset.name} {recipe} {_how(experiment, folder)}"
     logged = model_params(flatten(params), read_start() is not None)
     tags = {key: tag for key, tag in tags.items() if tag}
-    Tracker(params.tracking.experiment).start(folder, logged, tags, data, name, run_id)
+    Tracker(params.tracking.experiment).start(folder, logged, tags, data, name)
     reason = unknown_code(tags)
     return [f"git does not answer, so the gate will refuse the model: {reason}"] if reason else []
 

@@ -140,8 +140,8 @@ def registered_version(uri: str, address: Address) -> ModelVersion:
         ConfigError: there is no such model, version or alias. RegistryAway: no answer, or an
         unreadable one.
     """
-    _check_database(uri)
     with _errors_of(uri):
+        _read_database(uri)
         try:
             client = open_client(uri)
         except ArtifactError as error:  # of another version of MLflow
@@ -159,37 +159,25 @@ def _errors_of(uri: str) -> Iterator[None]:
     except UnidecError:
         raise
     except Exception as error:
-        raise _away(uri, f"{type(error).__name__}: {error}") from error
+        first, *_ = without_credentials(f"{type(error).__name__}: {error}").splitlines()
+        raise RegistryAway(
+            "the registry does not answer",
+            where=without_credentials(uri),
+            got=first[:_LONGEST_REASON],
+            fix="check MLFLOW_TRACKING_URI and the server, or restore the database; a bundle's "
+            "folder needs no registry",
+        ) from error
 
 
-def _away(uri: str, got: str) -> RegistryAway:
-    first, *_ = [*without_credentials(got).splitlines(), ""]
-    return RegistryAway(
-        "the registry does not answer",
-        where=without_credentials(uri),
-        got=first[:_LONGEST_REASON],
-        fix="check MLFLOW_TRACKING_URI and the server, or restore the database; a bundle's folder "
-        "needs no registry",
-    )
-
-
-def _check_database(uri: str) -> None:
-    """Check that an SQLite store can be read: MLflow would retry for a minute if it cannot.
-
-    Raises:
-        RegistryAway: it cannot be read within `LOCK_SECONDS`.
-    """
+def _read_database(uri: str) -> None:
+    """Read an SQLite store within `LOCK_SECONDS`: MLflow would retry for a minute if it cannot."""
     database = sqlite_path(uri)
     if database is None or not database.is_file():  # a server; or nothing was registered yet
         return
     read_only = f"{database.as_uri()}?mode=ro"
-    try:
-        with contextlib.closing(
-            sqlite3.connect(read_only, timeout=LOCK_SECONDS, uri=True)
-        ) as opened:
-            opened.execute("SELECT name FROM sqlite_master").fetchall()
-    except sqlite3.Error as error:
-        raise _away(uri, str(error)) from error
+    connection = sqlite3.connect(read_only, timeout=LOCK_SECONDS, uri=True)
+    with contextlib.closing(connection) as opened:
+        opened.execute("SELECT name FROM sqlite_master").fetchall()
 
 
 def _note(uri: str, source: str) -> Path:

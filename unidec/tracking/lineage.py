@@ -28,7 +28,7 @@ from unidec.tracking.provenance import (
     DVC_TAG,
     LOCK_COMMIT_TAG,
     LOCK_TAG,
-    unknown_code,
+    UNKNOWN_TAG,
 )
 from unidec.tracking.registry import HASH_TAG
 from unidec.tracking.restore import RestorePoint, own_commit, restore_point
@@ -167,8 +167,8 @@ def _about(version: ModelVersion, named: Mapping[str, str], point: RestorePoint)
         "dirty": tags.get(DIRTY_TAG) == "true",
         "lock_commit": tags.get(LOCK_COMMIT_TAG),
     }
-    if unknown := unknown_code(tags):
-        code["unknown"] = unknown
+    if UNKNOWN_TAG in tags:
+        code["unknown"] = tags[UNKNOWN_TAG]
     restore = []
     if point.commit:
         folder = f"../{version.name}-{number}".replace(" ", "-")
@@ -183,7 +183,7 @@ def _about(version: ModelVersion, named: Mapping[str, str], point: RestorePoint)
         code=code,
         lock_sha256=tags.get(LOCK_TAG),
         artifacts=_artifacts(tags),
-        differs=tags[DIFFERS_TAG].split(", ") if DIFFERS_TAG in tags else [],
+        differs=list(filter(None, tags.get(DIFFERS_TAG, "").split(", "))),
         run=version.run_id or None,
         restore=restore,
         missing=point.missing,
@@ -197,8 +197,8 @@ def _about(version: ModelVersion, named: Mapping[str, str], point: RestorePoint)
 
 def _below(tags: Mapping[str, str], prefix: str) -> dict[str, str]:
     """The tags with this prefix, which is removed from their names."""
-    names = sorted(name for name in tags if name.startswith(prefix))
-    return {name.removeprefix(prefix): tags[name] for name in names}
+    found = sorted(tags.items())
+    return {name.removeprefix(prefix): tag for name, tag in found if name.startswith(prefix)}
 
 
 def _artifacts(tags: Mapping[str, str]) -> dict[str, str]:
@@ -212,13 +212,8 @@ def _named(named: Mapping[str, str], version: str) -> list[str]:
 
 def _check_hash(prefix: str, where: str) -> None:
     if not _HASH.fullmatch(prefix):
-        digits = f"{SHORTEST} to 64 hexadecimal digits"
-        raise ConfigError(
-            "not a hash",
-            where=where,
-            got=prefix,
-            expected=f"{digits}, as in dvc.lock and `unidec models lineage`",
-        )
+        digits = f"{SHORTEST} to 64 hexadecimal digits, as in `unidec models lineage`"
+        raise ConfigError("not a hash", where=where, got=prefix, expected=digits)
 
 
 def _version(client: MlflowClient, source: str, model_name: str) -> ModelVersion:
@@ -230,27 +225,24 @@ def _version(client: MlflowClient, source: str, model_name: str) -> ModelVersion
     elif source and (Path(source) / MANIFEST).is_file():
         prefix = folder_sha256(source)
     else:
-        addresses = f"models:/{model_name}@champion, models:/{model_name}/3, bundle:<hash>"
         raise ConfigError(
             "not an address of a model",
             where="lineage",
             got=source,
-            expected=f"{addresses}, or a bundle's folder",
+            expected=f"models:/{model_name}@champion, models:/{model_name}/3, bundle:<hash>, or a "
+            "bundle's folder",
         )
-    held = {}
-    for version in all_versions(client, model_name):  # newest first
-        sha256 = version.tags.get(HASH_TAG, "")
-        if sha256.startswith(prefix):
-            held[sha256] = version
-    if not held:
-        what = f"no version of {model_name} holds this bundle"
+    by_hash = {item.tags.get(HASH_TAG, ""): item for item in all_versions(client, model_name)}
+    found = [item for sha256, item in by_hash.items() if sha256.startswith(prefix)]
+    if len(found) != 1:
+        which = "several versions" if found else "no version"
         raise ConfigError(
-            what, where=source, got=prefix, fix="`unidec models list` lists the registered versions"
+            f"{which} of {model_name} with this bundle",
+            where=source,
+            got=prefix,
+            fix="`unidec models list` lists the registered versions; give more digits",
         )
-    if len(held) > 1:
-        what = f"several versions of {model_name} match"
-        raise ConfigError(what, where=source, got=prefix, fix="give more digits")
-    return next(iter(held.values()))
+    return found[0]
 
 
 def _metrics(client: MlflowClient, version: ModelVersion) -> dict[str, float]:

@@ -6,18 +6,23 @@ create duplicates."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
+
+from unidec.surroundings import environment
 
 T = TypeVar("T")
 
 _ATTEMPTS = 5
 _PAUSE_S = 0.2  # doubled after each attempt: the server may still be at work
-_RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
-_UNCLEAR = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED")
+# MLflow's codes for a server that does not answer, or not now; all others are about the request
+UNCLEAR = (
+    "INTERNAL_ERROR",
+    "DEADLINE_EXCEEDED",
+    "TEMPORARILY_UNAVAILABLE",
+    "REQUEST_LIMIT_EXCEEDED",
+)
 
 
 def create_once(find: Callable[[], T | None], create: Callable[[], T]) -> T:
@@ -33,24 +38,11 @@ def create_once(find: Callable[[], T | None], create: Callable[[], T]) -> T:
         if found is not None:
             return found
         try:
-            with _without_retries():
+            with environment("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0"):
                 return create()
         except (MlflowException, OSError) as error:
-            is_unclear = getattr(error, "error_code", _UNCLEAR[0]) in _UNCLEAR
+            is_unclear = getattr(error, "error_code", UNCLEAR[0]) in UNCLEAR
             if not is_unclear or attempt == _ATTEMPTS - 1:
                 raise
         time.sleep(_PAUSE_S * 2**attempt)
     raise AssertionError("the last attempt returns or raises")
-
-
-@contextlib.contextmanager
-def _without_retries() -> Iterator[None]:
-    """Make MLflow send each request only once."""
-    before = os.environ.get(_RETRIES)
-    os.environ[_RETRIES] = "0"
-    try:
-        yield
-    finally:
-        del os.environ[_RETRIES]
-        if before is not None:
-            os.environ[_RETRIES] = before

@@ -11,7 +11,7 @@ Promotions on one machine wait for each other. Between machines there is no lock
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import getpass
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from unidec.errors import ConfigError, Refused
 from unidec.metric_names import shown
 from unidec.tracking.provenance import is_clean
 from unidec.tracking.registry import HASH_TAG, tracking_to, verify_version
-from unidec.tracking.store import UnlessMissing, open_client, sqlite_path, tracking_uri, user
+from unidec.tracking.store import UnlessMissing, open_client, sqlite_path, tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -70,8 +70,8 @@ def aliases(client: MlflowClient, model_name: str) -> dict[str, str]:
 
 def all_versions(client: MlflowClient, model_name: str) -> list[ModelVersion]:
     """Every version (MLflow returns up to 10,000), newest first; [] if there is no such model."""
-    found = client.search_model_versions(f"name = '{model_name}'")
-    return sorted(found, key=lambda version: int(version.version), reverse=True)
+    newest_first = ["version_number DESC"]
+    return list(client.search_model_versions(f"name = '{model_name}'", order_by=newest_first))
 
 
 def version_of(client: MlflowClient, model_name: str, which: str | int) -> ModelVersion | None:
@@ -91,16 +91,17 @@ def known_version(client: MlflowClient, model_name: str, which: str | int) -> Mo
     """
     if found := version_of(client, model_name, which):
         return found
-    which = str(which)
+    asked = str(which)
+    what = "no such version" if asked.isdecimal() else "no such alias"
     known = sorted(aliases(client, model_name))
-    what = "no such version" if which.isdecimal() else "no such alias"
-    near = nearest(which, known)
     numbers = [str(version.version) for version in all_versions(client, model_name)]
-    known += numbers[:_LISTED]
     if not numbers:
-        known = [model.name for model in client.search_registered_models(max_results=_LISTED)]
-        what = "no such model, or it has no version yet" if known else "it has no model yet"
-        near = nearest(model_name, [name for name in known if name != model_name])
+        asked = model_name
+        what = "no such model, or it has no version yet"
+        models = client.search_registered_models(max_results=_LISTED)
+        known = [model.name for model in models if model.name != model_name]
+    near = nearest(asked, known)
+    known += numbers[:_LISTED]
     fix = "`unidec models list` lists them; `unidec models register` registers outputs/bundle"
     raise ConfigError(
         f"not in the registry: {what}",
@@ -293,7 +294,7 @@ def _move(
 
 @contextlib.contextmanager
 def _one_at_a_time(model_name: str) -> Iterator[tuple[MlflowClient, bool]]:
-    """Lock out other promotions of this model on this machine; yields a client, and whether
+    """Lock out other promotions in this store on this machine; yields a client, and whether
     `recover` completed an interrupted promotion.
     """
     from filelock import Timeout
@@ -302,10 +303,8 @@ def _one_at_a_time(model_name: str) -> Iterator[tuple[MlflowClient, bool]]:
     client = open_client(uri)
     database = sqlite_path(uri)
     folder = database.parent if database else Path("runs")
-    name = hashlib.sha256(f"{uri} {model_name}".encode()).hexdigest()[:12]
-    lock = folder / f".promotion-{name}.lock"
     try:
-        with lock_file(lock, timeout=LOCK_SECONDS), tracking_to(uri):
+        with lock_file(folder / ".promotion.lock", timeout=LOCK_SECONDS), tracking_to(uri):
             yield client, recover(client, model_name)
     except Timeout as error:
         raise Refused(
@@ -315,5 +314,5 @@ def _one_at_a_time(model_name: str) -> Iterator[tuple[MlflowClient, bool]]:
 
 def _record(what: str, reason: str) -> dict[str, str]:
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    facts = {"at": now, "by": user(), "reason": without_credentials(reason)}
+    facts = {"at": now, "by": getpass.getuser(), "reason": without_credentials(reason)}
     return {f"{what}.{name}": fact for name, fact in facts.items()}

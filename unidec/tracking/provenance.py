@@ -4,6 +4,7 @@ through their commands.
 
 from __future__ import annotations
 
+import getpass
 import hashlib
 import json
 import logging
@@ -22,7 +23,6 @@ from unidec.config import RESULTS, keys_deciding, load_params, value_at
 from unidec.data.storage import file_sha256
 from unidec.errors import ConfigError
 from unidec.tracking.repository import GitError, ask, git, head, is_inside
-from unidec.tracking.store import user
 from unidec.version import __version__
 
 ARTIFACTS = (
@@ -79,7 +79,7 @@ def code_tags(made_with: Mapping[str, Any] | None = None) -> dict[str, str]:
     tags = {
         "unidec.version": __version__,
         "mlflow.source.name": "flows/train.py",
-        "mlflow.user": user(),
+        "mlflow.user": getpass.getuser(),
     }
     tags |= _git_tags(_project(), made_with)
     if _LOCK.is_file():
@@ -105,11 +105,11 @@ def _git_tags(project: Path, made_with: Mapping[str, Any] | None) -> dict[str, s
     made = made_with and _parameters_sha256(made_with, project)
     if made and made != _committed_sha256(project, commit):
         changed[PARAMS] = made
-    if not changed:
-        return tags | {DIRTY_TAG: "false"}
+    tags[DIRTY_TAG] = str(bool(changed)).lower()
     text = json.dumps(changed, sort_keys=True)
-    more = {CHANGED_TAG: text} if len(text) <= _LONGEST_TAG else {}
-    return tags | {DIRTY_TAG: "true"} | more
+    if changed and len(text) <= _LONGEST_TAG:
+        tags[CHANGED_TAG] = text
+    return tags
 
 
 def unknown_code(tags: Mapping[str, str]) -> str:
@@ -124,43 +124,33 @@ def is_clean(tags: Mapping[str, str]) -> bool:
     return tags.get(DIRTY_TAG) != "true" and not unknown_code(tags)
 
 
-def changed_between(first: str, second: str, *more: str) -> list[str]:
-    """Code files, and `more`, that differ between two commits; added files are ignored."""
-    found = _differing(_project(), first, second, *more)
-    return ["files that git does not list"] if found is None else found
-
-
-def uncommitted(tags: Mapping[str, str], at: str = "HEAD") -> list[str]:
-    """Files that made a version (from its tags, see `code_tags`) and differ in the commit `at`, by
-    default the one that is checked out.
+def uncommitted(tags: Mapping[str, str]) -> list[str]:
+    """Files that were not committed when a version was made (from its tags, see `code_tags`), and
+    differ in the commit that is checked out.
     """
-    if tags.get(DIRTY_TAG) != "true":
-        return []
-    try:
-        changed = dict(json.loads(tags[CHANGED_TAG]))
-    except (KeyError, TypeError, ValueError):
+    return differing(tags, "HEAD") if tags.get(DIRTY_TAG) == "true" else []
+
+
+def differing(tags: Mapping[str, str], at: str) -> list[str]:
+    """Files that made a version (from its tags) and differ in the commit `at`; files added since
+    did not exist when it was made.
+    """
+    if tags.get(DIRTY_TAG) == "true" and CHANGED_TAG not in tags:
         return ["changes that were not recorded"]
     project = _project()
     commit = tags.get(COMMIT_TAG, "")
-    # files added since did not exist when the version was made
-    since = _differing(project, commit, at)
+    changed: dict[str, str] = json.loads(tags.get(CHANGED_TAG, "{}"))
+    since = git(project, *_DIFF, "--diff-filter=a", commit, at, "--", *_CODE)
     if since is None:
-        return sorted(changed)
+        return sorted(changed) or ["files that git does not list"]
     made = changed.pop(PARAMS, None) or _committed_sha256(project, commit)
-    left = set(since) - changed.keys()
+    left = set(filter(None, since.split("\0"))) - changed.keys()
     for name, blob in changed.items():
         if (git(project, "rev-parse", f"{at}:./{name}") or "") != blob:
             left.add(name)
     if made != _committed_sha256(project, at):
         left.add(PARAMS)
     return sorted(left)
-
-
-def _differing(project: Path, first: str, second: str, *more: str) -> list[str] | None:
-    """Like `changed_between`; None if git cannot list the files."""
-    words = [*_DIFF, "--diff-filter=a", first, second, "--", *_CODE, *more]
-    found = git(project, *words)
-    return None if found is None else list(filter(None, found.split("\0")))
 
 
 def _project() -> Path:
@@ -219,13 +209,8 @@ def artifact_tags(raw: str, only: Iterable[str] = ARTIFACTS) -> dict[str, str]:
     outs = _entries(lock, "outs")
     known = {path: outs[path] for path in only if path in outs}
     changed = changed_outputs() if known else set()
-    tags = {}
-    differ = []
-    for path, md5 in known.items():
-        if changed is None or path in changed:
-            differ.append(path)
-        else:
-            tags[f"{DVC_TAG}{path}"] = md5
+    differ = [path for path in known if changed is None or path in changed]
+    tags = {f"{DVC_TAG}{path}": md5 for path, md5 in known.items() if path not in differ}
     if differ:
         tags[DIFFERS_TAG] = ", ".join(differ)
     raw = raw.rstrip("/")

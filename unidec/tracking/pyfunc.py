@@ -13,8 +13,6 @@ from mlflow.models import set_model
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from mlflow.pyfunc import PythonModel
 
-MAX_K = 100
-
 
 class _Calls:
     """MLflow's calls, passed on to `unidec.bundle.answer.Answerer`."""
@@ -46,17 +44,9 @@ class _Calls:
         from unidec.errors import ConfigError, DataError
 
         options = {name: value for name, value in (params or {}).items() if value is not None}
-        options |= {
-            name: [str(uid) for uid in options[name]]
-            for name in ("allow", "deny")
-            if name in options
-        }
+        for name in options.keys() & {"allow", "deny"}:
+            options[name] = [str(uid) for uid in options[name]]
         try:
-            options["k"] = k = int(options.get("k", 5))
-            if not 1 <= k <= MAX_K:
-                raise ConfigError(
-                    "k is out of range", where="params.k", got=k, expected=f"1 to {MAX_K}"
-                )
             # MLflow turns {"query": ["a", "b"]} into one row that holds the list
             return self._answerer.table(model_input.explode("query", ignore_index=True), **options)
         except (ConfigError, DataError) as error:

@@ -19,7 +19,7 @@ from unidec.addresses import without_credentials
 from unidec.data.file_lock import lock_file
 from unidec.data.storage import MANIFEST, manifest_sha256, read_manifest
 from unidec.errors import ArtifactError
-from unidec.text_page import markdown_table, render_text
+from unidec.text_page import render_text
 from unidec.tracking.once import create_once
 from unidec.tracking.relocation import ARTIFACTS
 from unidec.tracking.store import import_mlflow, open_client, sqlite_path, tracking_uri
@@ -83,18 +83,13 @@ def register(
     sha256 = checked_sha256(bundle_path)
     client = open_client(uri)
     with lock_file(bundle_path.parent / f".{bundle_path.name}.register.lock"), tracking_to(uri):
-        try:
+        with contextlib.suppress(MlflowException):  # it exists; any other error comes again
             client.create_registered_model(model_name, description=_DESCRIPTION)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
         version = find_version(client, model_name, sha256)
         if version is None:
             all_tags = {HASH_TAG: sha256, "unidec.version": __version__}
-            for key, tag in (tags or {}).items():
-                all_tags[key] = without_credentials(tag)
+            all_tags |= {key: without_credentials(tag) for key, tag in (tags or {}).items()}
             run = client.get_run(run_id) if run_id else None
-            check_artifacts(client.get_experiment(run.info.experiment_id if run else "0"), uri)
             model_id, run_id = _log_model(client, bundle_path, run, all_tags)
             create = functools.partial(
                 client.create_model_version,
@@ -108,8 +103,7 @@ def register(
             version = create_once(lambda: find_version(client, model_name, sha256), create)
         number = str(version.version)
         verify_version(model_name, number, sha256)
-        if client.get_registered_model(model_name).aliases.get("challenger") != number:
-            client.set_registered_model_alias(model_name, "challenger", number)
+        client.set_registered_model_alias(model_name, "challenger", number)
     return int(number)
 
 
@@ -129,17 +123,7 @@ def checked_sha256(bundle_path: Path) -> str:
 
 def model_card(card: Mapping[str, Any], sha256: str) -> str:
     """A model's description in Markdown: metrics, facts, how to load it, the bundle's hash."""
-    facts = dict(card)
-    splits = {split: values for split, values in facts.pop("metrics", {}).items() if values}
-    names = sorted({name for values in splits.values() for name in values if "/" not in name})
-    rows = []
-    for name in names:
-        figures = [f"{values[name]:.2f}" if name in values else "" for values in splits.values()]
-        rows.append([name, *figures])
-    table = markdown_table(["metric", *splits], rows)
-    return without_credentials(
-        render_text("model_card.md", table=table, facts=facts, sha256=sha256)
-    )
+    return without_credentials(render_text("model_card.md", card=card, sha256=sha256))
 
 
 def signature() -> ModelSignature:
@@ -212,35 +196,45 @@ def _log_model(
     client: MlflowClient, bundle_path: Path, run: Run | None, tags: Mapping[str, str]
 ) -> tuple[str, str]:
     """Log the model under its run, whose status does not change. Returns model id and run id."""
+    sha256 = tags[HASH_TAG]
+    own = run or create_once(lambda: _own_run(client, sha256), lambda: _new_run(client, sha256))
+    run_id = own.info.run_id
+    place = own.info.experiment_id
+    wanted = f"tags.`{HASH_TAG}` = '{sha256}' and source_run_id = '{run_id}'"
+
+    def find() -> LoggedModel | None:
+        return next(iter(client.search_logged_models([place], wanted)), None)
+
+    def create() -> LoggedModel:
+        return client.create_logged_model(place, "bundle", run_id, dict(tags), own.data.params)
+
+    model = find()
+    if model is not None and model.status != "READY":
+        client.delete_logged_model(model.model_id)  # of a killed attempt: MLflow cannot complete it
+        model = None
+    if model is None:
+        model = create_once(find, create)
+        try:
+            _upload(bundle_path, own, model.model_id, sha256)
+        finally:
+            if run is not None:
+                client.update_run(run_id, status=run.info.status)  # which MLflow changes
+    _link_test_metrics(client, run_id, model.model_id)
+    return model.model_id, run_id
+
+
+def _upload(bundle_path: Path, run: Run, model_id: str, sha256: str) -> None:
+    """Store the bundle, code and requirements of a logged model."""
     import mlflow
 
-    sha256 = tags[HASH_TAG]
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
+    logged = run.data.to_proto().metrics
+    steps = [metric.step for metric in logged if metric.key.startswith("training/")]
+    with warnings.catch_warnings(), mlflow.start_run(run_id=run.info.run_id):
         # MLflow's use of pandas, and its advice to write type hints
         warnings.simplefilter("ignore")
-        if run is not None:
-            stack.callback(client.update_run, run.info.run_id, status=run.info.status)
-        own = run or create_once(lambda: _own_run(client, sha256), lambda: _new_run(client, sha256))
-        active = stack.enter_context(mlflow.start_run(run_id=own.info.run_id)).info.run_id
-        logged = client.get_run(active).data.to_proto().metrics
-        steps = [metric.step for metric in logged if metric.key.startswith("training/")]
-        place = own.info.experiment_id
-        params = own.data.params
-        earlier = _logged_model(client, place, active, sha256)
-        if earlier is not None and earlier.status == "READY":  # an attempt that was killed after it
-            _link_test_metrics(client, active, earlier.model_id)
-            return earlier.model_id, active
-        if earlier is not None:  # killed inside it: MLflow cannot complete a model
-            client.delete_logged_model(earlier.model_id)
-        model = create_once(
-            lambda: _logged_model(client, place, active, sha256),
-            lambda: client.create_logged_model(place, "bundle", active, dict(tags), params),
-        )
         mlflow.pyfunc.log_model(
             name="bundle",
-            model_id=model.model_id,
+            model_id=model_id,
             python_model=str(PACKAGE / "tracking" / "pyfunc.py"),
             artifacts={"bundle": str(bundle_path)},
             code_paths=[str(PACKAGE)],
@@ -253,8 +247,6 @@ def _log_model(
             # its figures become the model's; those without a step: `_link_test_metrics`
             step=max([1, *steps]),
         )
-    _link_test_metrics(client, active, model.model_id)
-    return model.model_id, active
 
 
 def _new_run(client: MlflowClient, sha256: str) -> Run:
@@ -266,14 +258,6 @@ def _own_run(client: MlflowClient, sha256: str) -> Run | None:
     """The run that an earlier call of `_new_run` created; None if there is none."""
     wanted = f"tags.`{HASH_TAG}` = '{sha256}' and attributes.run_name = 'register'"
     return next(iter(client.search_runs(["0"], wanted)), None)
-
-
-def _logged_model(
-    client: MlflowClient, experiment: str, run_id: str, sha256: str
-) -> LoggedModel | None:
-    """The model that an earlier attempt began to log for this bundle."""
-    wanted = f"tags.`{HASH_TAG}` = '{sha256}' and source_run_id = '{run_id}'"
-    return next(iter(client.search_logged_models([experiment], wanted)), None)
 
 
 def _link_test_metrics(client: MlflowClient, run_id: str, model_id: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sqlite3
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -43,10 +42,12 @@ def follow_database(database: Path) -> bool:
         former = _former_artifacts(database)
         if former is None:  # another process was first
             return False
-        _own_copy(database)
+        places = {"old": former, "new": artifacts_uri(database)}
         with _opened(database) as connection, connection:
-            for where in _LOCATIONS:
-                _replace_prefix(connection, where, former, artifacts_uri(database))
+            for table, column in _LOCATIONS:
+                change = f"UPDATE {table} SET {column} = :new || substr({column}, length(:old) + 1)"
+                below = f"substr({column} || '/', 1, length(:old) + 1) = :old || '/'"
+                connection.execute(f"{change} WHERE {below}", places)
     return True
 
 
@@ -58,64 +59,28 @@ def _is_writable(database: Path) -> bool:
 def _former_artifacts(database: Path) -> str | None:
     """The store's former artifact folder; None if it is the present one, or was chosen manually."""
     own = database.parent / ARTIFACTS
-    for location in _experiment_locations(database):
-        stem = location.removesuffix("/0")  # of the default experiment
-        folder = _local_folder(stem)
-        if folder is None or folder.name != ARTIFACTS:
-            continue
-        if _is_same(folder, own):
-            return None
-        has_database = (folder.parent / database.name).is_file()
-        is_former = own.is_dir() or has_database or not folder.is_dir()
-        return stem if is_former else None
-    return None
+    former = _first_location(database).removesuffix("/0")  # of the default experiment
+    folder = Path(unquote(urlsplit(former).path))
+    if not former.startswith("file:") or folder.name != ARTIFACTS or _is_same(folder, own):
+        return None
+    has_database = (folder.parent / database.name).is_file()
+    return former if own.is_dir() or has_database or not folder.is_dir() else None
 
 
-def _experiment_locations(database: Path) -> list[str]:
-    """Locations of the experiments, the oldest first; [] for a database without MLflow's tables."""
-    order = "ORDER BY CAST(experiment_id AS INTEGER)"
+def _first_location(database: Path) -> str:
+    """Location of the oldest experiment; "" for a database without MLflow's tables."""
+    query = "SELECT artifact_location FROM experiments ORDER BY experiment_id LIMIT 1"
     try:
         with _opened(database) as connection:
-            rows = connection.execute(f"SELECT artifact_location FROM experiments {order}")
-            return [str(location) for (location,) in rows if location]
+            row = connection.execute(query).fetchone()
+            return row[0] if row else ""
     except sqlite3.Error:  # MLflow says what is wrong with it
-        return []
-
-
-def _local_folder(location: str) -> Path | None:
-    """The folder of a location on this machine; None for any other location."""
-    address = urlsplit(location)
-    if address.scheme == "file" and address.netloc in ("", "localhost"):
-        return Path(unquote(address.path))
-    return Path(location) if location.startswith("/") else None
+        return ""
 
 
 def _is_same(folder: Path, own: Path) -> bool:
     """Whether two paths are the same folder, e.g. through a bind mount."""
     return folder == own or (folder.exists() and own.exists() and folder.samefile(own))
-
-
-def _replace_prefix(
-    connection: sqlite3.Connection, where: tuple[str, str], old: str, new: str
-) -> None:
-    table, column = where
-    columns = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
-    if column not in columns:  # of an older schema
-        return
-    rest = f"substr({column}, {len(old) + 1})"
-    begins = f"substr({column}, 1, {len(old)}) = :old"
-    ends = f"({rest} = '' OR {rest} LIKE '/%')"
-    change = f"UPDATE {table} SET {column} = :new || {rest} WHERE {begins} AND {ends}"
-    connection.execute(change, {"old": old, "new": new})
-
-
-def _own_copy(database: Path) -> None:
-    """Replace a hard link to the original's database, as `cp -l` makes it, with a copy."""
-    if database.stat().st_nlink == 1:
-        return
-    temporary = database.with_name(f"{database.name}-new")
-    shutil.copy2(database, temporary)
-    os.replace(temporary, database)
 
 
 def _opened(database: Path) -> contextlib.closing[sqlite3.Connection]:

@@ -4,6 +4,7 @@ state is unknown.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 from pathlib import Path
@@ -12,7 +13,6 @@ from unidec.errors import UnidecError
 
 _TIMEOUT_S = 60
 _LONGEST_REASON = 600
-_MOST_COMMITS = 20_000
 
 
 class GitError(UnidecError):
@@ -53,10 +53,8 @@ def _bytes(root: Path | str, *words: str, given: bytes | None = None) -> bytes:
         raise GitError(
             "git is not installed, but the folder is in a git repository: install git"
         ) from error
-    except subprocess.TimeoutExpired as error:
-        raise GitError(f"git {words[0]} did not answer within {_TIMEOUT_S} s") from error
-    except OSError as error:
-        raise GitError(f"git cannot be run: {error}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise GitError(f"git {words[0]}: {error}") from error
     if done.returncode:
         said = (done.stderr or done.stdout).decode(errors="replace")
         reason = " ".join(said.split()) or f"exit code {done.returncode}"
@@ -72,26 +70,23 @@ def git(root: Path | str, *words: str) -> str | None:
         return None
 
 
-def contents(name: str) -> list[tuple[str, bytes]]:
-    """(commit, content) of a file of the working folder, for each commit of any branch that has the
-    file, oldest first.
+def holders(name: str, sha256: str) -> list[str]:
+    """The commits of all branches in which a file of the working folder has a content with this
+    hash, oldest first.
 
     Raises:
         GitError: git does not answer.
     """
-    commits = ask(".", "rev-list", "--all", "--reverse", f"--max-count={_MOST_COMMITS}").split()
-    path = ask(".", "rev-parse", "--show-prefix") + name
-    asked = "".join(f"{commit}:{path}\n" for commit in commits)
+    commits = ask(".", "rev-list", "--all", "--reverse").split()
+    asked = "".join(f"{commit}:./{name}\n" for commit in commits)
     answer = _bytes(".", "cat-file", "--batch-check=%(objectname)", given=asked.encode())
-    texts: dict[str, bytes] = {}
-    found = []
-    for commit, blob in zip(commits, answer.decode().splitlines(), strict=True):
-        if " " in blob:  # "... missing"
-            continue
-        if blob not in texts:
-            texts[blob] = _bytes(".", "cat-file", "blob", blob)
-        found.append((commit, texts[blob]))
-    return found
+    blobs = answer.decode().splitlines()
+    found = set()
+    for blob in {blob for blob in blobs if " " not in blob}:  # " missing"
+        text = _bytes(".", "cat-file", "blob", blob)
+        if hashlib.sha256(text).hexdigest() == sha256:
+            found.add(blob)
+    return [commit for commit, blob in zip(commits, blobs, strict=True) if blob in found]
 
 
 def head(root: Path | str) -> str | None:
@@ -101,9 +96,4 @@ def head(root: Path | str) -> str | None:
         GitError: git does not answer.
     """
     ask(root, "rev-parse", "--git-dir")
-    found = git(root, "rev-parse", "--verify", "--quiet", "HEAD")
-    if found is None and ask(root, "for-each-ref", "--count=1"):
-        raise GitError(
-            "git rev-parse: HEAD names no commit, though the repository has some: git fsck"
-        )
-    return found
+    return git(root, "rev-parse", "--verify", "--quiet", "HEAD")

@@ -6,21 +6,17 @@ training wrote, and changes not committed at that time, are in a later commit or
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from unidec.tracking.provenance import (
     COMMIT_TAG,
-    DIRTY_TAG,
     LOCK_COMMIT_TAG,
     LOCK_TAG,
-    PARAMS,
     RECORDS_FOLDER,
-    changed_between,
-    uncommitted,
+    differing,
 )
-from unidec.tracking.repository import GitError, ask, contents, is_inside
+from unidec.tracking.repository import GitError, ask, holders, is_inside
 
 LOCK = "dvc.lock"
 _MOST_COMPARED = 50  # commits with the same dvc.lock whose code is compared
@@ -49,26 +45,16 @@ def restore_point(tags: Mapping[str, str], run_id: str | None) -> RestorePoint:
         return RestorePoint(own, [])
     try:
         ask(".", "cat-file", "-e", f"{own}^{{commit}}")  # else it is of another clone
-        found = contents(LOCK)
+        found = holders(LOCK, lock)
     except GitError:
         return RestorePoint(own, [])
-    holders = [commit for commit, text in found if hashlib.sha256(text).hexdigest() == lock]
-    holders.sort(key=lambda commit: commit != own)  # its own commit first
-    for commit in holders[:_MOST_COMPARED]:
-        if not _code_that_differs(tags, commit):
-            return RestorePoint(commit, [])
-    commit = (holders or [own])[0]
+    found.sort(key=lambda commit: commit != own)  # its own commit first
+    whole = (commit for commit in found[:_MOST_COMPARED] if not differing(tags, commit))
+    commit = next(whole, (found or [own])[0])
     missing = []
-    if not holders:
+    if not found:
         kept = f"; MLflow run {run_id} keeps it as {RECORDS_FOLDER}/{LOCK}" if run_id else ""
         missing.append(f"its {LOCK} is in no commit here{kept}")
-    if files := _code_that_differs(tags, commit):
+    if files := differing(tags, commit):
         missing.append(f"other code or parameters than it was made with: {', '.join(files[:5])}")
     return RestorePoint(commit, missing)
-
-
-def _code_that_differs(tags: Mapping[str, str], commit: str) -> list[str]:
-    """Code files, and params.yaml, that made a version but differ in a commit."""
-    if tags.get(DIRTY_TAG) == "true":
-        return uncommitted(tags, commit)
-    return changed_between(tags.get(COMMIT_TAG, ""), commit, PARAMS)

@@ -83,7 +83,6 @@ class Tracker:
         tags: Mapping[str, str] | None = None,
         dataset: Mapping[str, Any] | None = None,
         run_name: str | None = None,
-        run_id: str | None = None,
     ) -> str | None:
         """Start the run of `run_dir`, or continue the one that was started there.
 
@@ -92,7 +91,6 @@ class Tracker:
             params_flat: every parameter, dotted keys. tags: see `code_tags`. run_name: default: the
             folder's name.
             dataset: {"name", "digest", "path" (relative)}; further figures become its profile.
-            run_id: the run named in a checkpoint; used if the folder has lost its own record of it.
 
         Returns:
             the run's id, or None while the store cannot be reached (a later flush retries).
@@ -101,17 +99,15 @@ class Tracker:
         self._run_dir.mkdir(parents=True, exist_ok=True)
         all_tags = dict(tags or {}) | run_tags()
         name = all_tags.pop("mlflow.runName", None) or run_name or self._run_dir.name
-        old = tracking_state(self._run_dir)
         params = _without_credentials(params_flat)
+        # of a new run; `_note` keeps those of the run that was started in this folder
+        self._state = {"run_key": uuid.uuid4().hex, "begun": _now_ms()}
         self._note(
             experiment=self.experiment,
             run_name=name,
-            run_key=old.get("run_key") or uuid.uuid4().hex,
-            run_id=old.get("run_id", run_id),
             params={key: value[:_VALUE_LIMIT] for key, value in params.items()},
             tags=_without_credentials(all_tags),
             dataset=dict(dataset or {}),
-            begun=old.get("begun") or _now_ms(),
             status=None,
             holder=this_process(),
         )
@@ -172,7 +168,7 @@ class Tracker:
 
     def log_final(self, metrics: Mapping[str, float]) -> None:
         """Send metrics without a step (of a test split); the newest value is shown."""
-        self._add(final=_named(metrics))
+        self._add(step=0, metrics=_named(metrics))
         self.flush()
 
     def log_files(self, paths: Iterable[Path | str], folder: str | None = None) -> None:
@@ -234,11 +230,10 @@ class Tracker:
             self._client = None  # the next attempt looks up how much arrived
             self._flushed = time.monotonic()
             if self.uri not in _ask_again:
-                where = f"{self.uri} is unreachable; logs wait in {self._run_dir}"
-                words = without_credentials(f"{where}: {type(error).__name__}: {error}")
+                what = f"{self.uri} is unreachable; logs wait in {self._run_dir}"
+                words = without_credentials(f"{what}: {type(error).__name__}: {error}")
                 log.warning("%s", words.splitlines()[0][:_LONGEST_WARNING])
-            took = self._flushed - begin
-            _ask_again[self.uri] = self._flushed + _TIMES * took
+            _ask_again[self.uri] = self._flushed + _TIMES * (self._flushed - begin)
             return False
         if _ask_again.pop(self.uri, None) is not None:
             log.info("%s is back: all pending logs were sent", without_credentials(self.uri))
@@ -263,13 +258,11 @@ class Tracker:
         self._client = client
 
     def _find_run(self, client: MlflowClient, place: str) -> Run | None:
-        """The run that was started before: found by its key, even if the reply to its creation was
-        lost, or by a checkpoint's id.
+        """The run that was started before, found by its key, even if the reply to its creation was
+        lost.
         """
-        for wanted in (_with_key(self._state["run_key"]), f"attributes.run_id = '{self.run_id}'"):
-            if found := client.search_runs([place], wanted, order_by=["attributes.start_time ASC"]):
-                return next((run for run in found if run.info.run_id == self.run_id), found[0])
-        return None
+        wanted = f"tags.`{_KEY_TAG}` = '{self._state['run_key']}'"
+        return next(iter(client.search_runs([place], wanted)), None)
 
     def _describe(self, client: MlflowClient, run: Run) -> None:
         """Send parameters, tags and data set that the run does not have yet (MLflow's parameters
@@ -278,22 +271,19 @@ class Tracker:
         from mlflow.entities import Dataset, DatasetInput, InputTag, Param, RunTag
 
         run_id = run.info.run_id
-        params = [
-            Param(key, value)
-            for key, value in self._state["params"].items()
-            if key not in run.data.params
-        ]
-        tags = [RunTag(key, value) for key, value in self._state["tags"].items()]
+        missing = self._state["params"].keys() - run.data.params
+        params = [Param(key, self._state["params"][key]) for key in sorted(missing)]
+        tags = [RunTag(*tag) for tag in self._state["tags"].items()]
         client.log_batch(run_id, params=params, tags=tags)
-        about = dict(self._state["dataset"] or {})
+        about = dict(self._state["dataset"])
         if about and not (run.inputs and run.inputs.dataset_inputs):
-            source = json.dumps({"uri": str(about.pop("path", ""))})
-            name = str(about.pop("name", "dataset"))
-            digest = str(about.pop("digest", ""))[:_DIGEST_LIMIT]
+            name = str(about.pop("name"))
+            digest = str(about.pop("digest"))[:_DIGEST_LIMIT]
+            source = json.dumps({"uri": about.pop("path")})
             entity = Dataset(name, digest, "local", source, profile=json.dumps(about))
             context = InputTag("mlflow.data.context", "training")
             client.log_inputs(run_id, [DatasetInput(entity, [context])])
-        if self.status is None and run.info.status != "RUNNING":
+        if self.status is None:
             client.update_run(run_id, status="RUNNING")
 
     def _send(self) -> None:
@@ -303,27 +293,21 @@ class Tracker:
         entries, sent = self._unconfirmed()
         newest = dict(self._newest)
         metrics: list[Metric] = []
-        final: dict[str, Metric] = {}
         tags: dict[str, str] = {}
         ended: dict[str, Any] = {}
         for entry in entries:
             for name, value in entry.get("metrics", {}).items():
                 step = entry["step"]
-                if step > newest.get(name, (-1, 0.0))[0]:
+                known, known_value = newest.get(name, (-1, None))
+                is_changed = step == known == 0 and value != known_value  # of `log_final`
+                if step > known or is_changed:
                     metrics.append(Metric(name, value, entry["at"], step))
                     newest[name] = (step, value)
-            for name, value in entry.get("final", {}).items():
-                final[name] = Metric(name, value, entry["at"], 0)
             tags |= entry.get("tags", {})
             if "status" in entry:
                 ended = entry
-        for name, metric in final.items():
-            if newest.get(name, (0, None))[1] != metric.value:
-                metrics.append(metric)
-                newest[name] = (0, metric.value)
-        self._client.log_batch(
-            self.run_id, metrics, tags=[RunTag(key, value) for key, value in tags.items()]
-        )
+        run_tags = [RunTag(*tag) for tag in tags.items()]
+        self._client.log_batch(self.run_id, metrics, tags=run_tags)
         unsent = self._run_dir / UNSENT
         if unsent.is_dir():
             self._client.log_artifacts(self.run_id, str(unsent))
@@ -355,11 +339,6 @@ class Tracker:
         """
         self._state = self._state | tracking_state(self._run_dir) | changes
         write_json(self._run_dir / STATE, self._state, mode=0o600)
-
-
-def _with_key(run_key: str) -> str:
-    """MLflow's filter for runs with this key."""
-    return f"tags.`{_KEY_TAG}` = '{run_key}'"
 
 
 def metric_name(name: str) -> str:
