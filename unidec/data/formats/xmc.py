@@ -19,11 +19,12 @@ import pyarrow.compute as pc
 from scipy.sparse import csr_matrix
 
 from unidec.data.formats.files import (
+    PAIR,
     Layout,
-    Lines,
     Pairs,
+    Places,
     Source,
-    next_line,
+    places_in,
     read_filter_text,
     read_npz,
     read_sparse_text,
@@ -34,8 +35,8 @@ from unidec.data.spool import BLOCK_ROWS, table_on_disk
 from unidec.errors import DataError
 
 SHORT = {"train": "trn", "test": "tst"}
-Queries = tuple[pa.Table, tuple[str, Lines], Pairs]
-"""Texts of a split, their file with the `Lines` of its rows, and their pairs."""
+Queries = tuple[pa.Table, Places, Pairs]
+"""Texts of a split, their places, and their pairs."""
 
 
 def _read(
@@ -108,30 +109,25 @@ def _read_json(source: Source) -> RawData:
 def _read_objects(source: Source, path: Path, what: str, first: int) -> Queries:
     """Read texts, and targets of queries. A row without a uid gets its row number plus `first`."""
     report = source.report(path)
-    queries = source.numbers(np.int32)
+    targets = source.numbers(PAIR)
     rows = itertools.count()
-    labels = source.numbers(np.int64)
-    values = source.numbers(np.float64)
 
     def add_targets(item: dict[str, Any], line: int) -> None:
         error, ind, rel = _targets(item) if what == "query" else ("", [], [])
         if error:
             report(error, line, "")
-        queries.extend([next(rows)] * len(ind))
-        labels.extend(ind)
-        values.extend(rel)
+        targets.add(list(zip(itertools.repeat(next(rows)), ind, rel, strict=False)))
 
     table = read_table(source, path, (), ("uid", "title", "content"), add_targets)
     texts = table_on_disk(_named_rows(table, first), TEXT_SCHEMA, source.scratch)
     check_uids(source, texts["uid"], table.at, what)
-    query_P = queries.array()
-    file, lines = table.at
+    pair_P = targets.array()
     pairs = Pairs(
         source=source,
-        at=(file, lambda pair_P: lines(query_P[pair_P])),
-        query_P=query_P,
-        label_P=labels.array(),
-        value_P=values.array(),
+        at=lambda rows: table.at(pair_P["query"][rows]),
+        query_P=pair_P["query"],
+        label_P=pair_P["label"],
+        value_P=pair_P["value"],
     )
     return texts, table.at, pairs
 
@@ -179,8 +175,8 @@ def _read_lines(
 ) -> RawData:
     """Read files with these possible names; features (X.*.npz) are not read."""
 
-    def texts(path: Path, first: int) -> tuple[pa.Table, tuple[str, Lines]]:
-        return source.texts(path, first), (source.name(path), next_line)
+    def texts(path: Path, first: int) -> tuple[pa.Table, Places]:
+        return source.texts(path, first), places_in(source.name(path))
 
     def read_split(path: Path, short: str, first: int) -> Queries:
         table, at = texts(path, first)
