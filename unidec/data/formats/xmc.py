@@ -8,14 +8,13 @@ is empty.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+from pydantic import BaseModel, Field, ValidationError
 from scipy.sparse import csr_matrix
 
 from unidec.data.formats.files import (
@@ -29,9 +28,8 @@ from unidec.data.formats.files import (
     read_npz,
     read_sparse_text,
 )
-from unidec.data.formats.tables import Table, check_uids, read_table
-from unidec.data.raw import TEXT_SCHEMA, RawData, row_uids, text_table
-from unidec.data.spool import BLOCK_ROWS, table_on_disk
+from unidec.data.formats.tables import check_uids, read_table
+from unidec.data.raw import TEXT_SCHEMA, RawData, text_table
 from unidec.errors import DataError
 
 SHORT = {"train": "trn", "test": "tst"}
@@ -113,13 +111,18 @@ def _read_objects(source: Source, path: Path, what: str, first: int) -> Queries:
     rows = itertools.count()
 
     def add_targets(item: dict[str, Any], line: int) -> None:
-        error, ind, rel = _targets(item) if what == "query" else ("", [], [])
-        if error:
-            report(error, line, "")
-        targets.add(list(zip(itertools.repeat(next(rows)), ind, rel, strict=False)))
+        row = next(rows)
+        if what == "query" and item:  # the error of an empty row is already recorded
+            try:
+                targets.add([(row, label, value) for label, value in _targets(item)])
+            except DataError as error:
+                report(error.what, line, "")
+        if item.get("uid") in (None, ""):
+            item["uid"] = first + row
 
     table = read_table(source, path, (), ("uid", "title", "content"), add_targets)
-    texts = table_on_disk(_named_rows(table, first), TEXT_SCHEMA, source.scratch)
+    uids, titles, contents = (table.columns.get(name) for name in TEXT_SCHEMA.names)
+    texts = text_table(uids or [], titles, contents)
     check_uids(source, texts["uid"], table.at, what)
     pair_P = targets.array()
     pairs = Pairs(
@@ -132,42 +135,28 @@ def _read_objects(source: Source, path: Path, what: str, first: int) -> Queries:
     return texts, table.at, pairs
 
 
-def _named_rows(table: Table, first: int) -> Iterator[pa.Table]:
-    """Uids, titles and contents in blocks. A row without a uid gets its row number plus `first`."""
-    for start in range(0, table.num_rows, BLOCK_ROWS):
-        columns = {name: column.slice(start, BLOCK_ROWS) for name, column in table.columns.items()}
-        count = min(BLOCK_ROWS, table.num_rows - start)
-        uids = row_uids(first + start, count)
-        if "uid" in columns:
-            uids = pc.if_else(pc.equal(columns["uid"], ""), uids, columns["uid"])
-        yield text_table(uids, columns.get("title"), columns.get("content"))
+class _Targets(BaseModel, strict=True):
+    """The pairs of a query: label rows, and their relevance; None: all 1."""
+
+    target_ind: list[Annotated[int, Field(gt=-(2**62), lt=2**62)]]
+    target_rel: list[float] | None = None
 
 
-def _targets(item: dict[str, Any]) -> tuple[str, list[int], list[float]]:
-    """Error of an object ("": none), its target_ind, and its target_rel (all 1 if it has none)."""
-    if not item:  # its error is already recorded
-        return "", [], []
-    if "target_ind" not in item:
-        return "no target_ind (use [] for a query without labels)", [], []
-    ind = item["target_ind"]
-    if not isinstance(ind, list) or not all(map(_is_small, ind)):
-        return "target_ind is not a list of whole numbers", [], []
-    rel = item.get("target_rel")
-    if rel is None:
-        rel = [1.0] * len(ind)
-    if not isinstance(rel, list) or not all(map(_is_number, rel)):
-        return "target_rel is not a list of numbers", [], []
-    if len(ind) != len(rel):
-        return "target_ind and target_rel have different lengths", [], []
-    return "", ind, rel
-
-
-def _is_small(value: Any) -> bool:
-    return type(value) is int and abs(value) < 2**62
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is float or _is_small(value)
+def _targets(item: dict[str, Any]) -> Sequence[tuple[int, float]]:
+    """Label row and relevance of each pair of an object. Raises DataError: they are invalid."""
+    try:
+        found = _Targets.model_validate(item)
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "missing":
+            raise DataError("no target_ind (use [] for a query without labels)") from error
+        kind = "whole numbers" if first["loc"][0] == "target_ind" else "numbers"
+        raise DataError(f"{first['loc'][0]} is not a list of {kind}") from error
+    labels = found.target_ind
+    values = [1.0] * len(labels) if found.target_rel is None else found.target_rel
+    if len(labels) != len(values):
+        raise DataError("target_ind and target_rel have different lengths")
+    return list(zip(labels, values, strict=True))
 
 
 def _read_lines(
