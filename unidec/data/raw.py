@@ -100,11 +100,6 @@ def are_blank(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
     return pc.invert(pc.match_substring_regex(texts, _VISIBLE))
 
 
-def row_uids(first: int, count: int) -> pa.Array:
-    """`count` row numbers from `first`, which serve as uids if the texts have none."""
-    return pa.array(np.arange(first, first + count)).cast(pa.large_string())
-
-
 LARGEST_FAMILY = 0.05  # maximum size of a family, as a share of the queries to hold out
 
 

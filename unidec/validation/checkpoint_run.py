@@ -4,10 +4,12 @@ network.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -46,28 +48,25 @@ def run_checkpoint(
             actions.append(UpdateDataDocsAction(name="docs", site_names=["local"]))
         source = context.data_sources.add_pandas(name)
         numbers = {}
-        suites = {}
         definitions = []
-        for one in counted:
-            table = one["table"]
-            if table not in suites:
-                batch = source.add_dataframe_asset(table).add_batch_definition_whole_dataframe(
-                    "all"
+        for table, group in itertools.groupby(counted, itemgetter("table")):
+            asset = source.add_dataframe_asset(table)
+            suite = context.suites.add(gx.ExpectationSuite(name=table))
+            for one in group:
+                column = f"{table}: {one['description']}"
+                numbers[column] = [float(one["observed"])]
+                suite.add_expectation(
+                    gxe.ExpectColumnMaxToBeBetween(
+                        column=column,
+                        min_value=one["minimum"],
+                        max_value=one["maximum"],
+                        description=one["description"],
+                        severity=one["severity"],
+                    )
                 )
-                suites[table] = context.suites.add(gx.ExpectationSuite(name=table))
-                definition = gx.ValidationDefinition(name=table, data=batch, suite=suites[table])
-                definitions.append(context.validation_definitions.add(definition))
-            column = f"{table}: {one['description']}"
-            numbers[column] = [float(one["observed"])]
-            suites[table].add_expectation(
-                gxe.ExpectColumnMaxToBeBetween(
-                    column=column,
-                    min_value=one["minimum"],
-                    max_value=one["maximum"],
-                    description=one["description"],
-                    severity=one["severity"],
-                )
-            )
+            batch = asset.add_batch_definition_whole_dataframe("all")
+            definition = gx.ValidationDefinition(name=table, data=batch, suite=suite)
+            definitions.append(context.validation_definitions.add(definition))
         checkpoint = gx.Checkpoint(
             name=name,
             validation_definitions=definitions,
@@ -76,10 +75,10 @@ def run_checkpoint(
         )
         frame = pd.DataFrame(numbers)
         run = context.checkpoints.add(checkpoint).run(batch_parameters={"dataframe": frame})
-    by_table = {result.suite_name: result for result in run.run_results.values()}
+    results = list(run.run_results.values())
     if docs is not None:
-        _without_network(docs, {table: bool(result.success) for table, result in by_table.items()})
-    return [bool(item.success) for table in suites for item in by_table[table].results]
+        _without_network(docs, {result.suite_name: bool(result.success) for result in results})
+    return [bool(item.success) for result in results for item in result.results]
 
 
 def _site(docs: Path) -> dict[str, Any]:

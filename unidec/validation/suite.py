@@ -69,7 +69,7 @@ class Check:
 CHECKS = (
     *(
         check
-        for table in ("queries", "labels")
+        for table, one in (("queries", "a query"), ("labels", "a label"))
         for check in (
             Check(table=table, column="uid", what="empty uids", bad="uid = ''"),
             Check(
@@ -78,14 +78,23 @@ CHECKS = (
                 what="uids that occur twice",
                 bad=f"uid IN (SELECT uid FROM {table} GROUP BY uid HAVING count(*) > 1)",
             ),
+            Check(
+                key="empty_texts",
+                table=table,
+                column="text_length",
+                what="empty texts",
+                bad="text_length = 0",
+            ),
+            Check(
+                key="unknown_tokens",
+                table=table,
+                column="unknown_tokens",
+                what=f"tokens of {one} that the tokenizer does not know",
+                bad="unknown_tokens",
+                mean=True,
+                warned_share=0.01,
+            ),
         )
-    ),
-    Check(
-        key="empty_texts",
-        table="queries",
-        column="text_length",
-        what="empty texts",
-        bad="text_length = 0",
     ),
     Check(
         key="test_texts_in_train",
@@ -100,13 +109,6 @@ CHECKS = (
         column="num_positives",
         what="queries without positives",
         bad="num_positives = 0",
-    ),
-    Check(
-        key="empty_texts",
-        table="labels",
-        column="text_length",
-        what="empty texts",
-        bad="text_length = 0",
     ),
     Check(
         key="labels_without_training_points",
@@ -130,24 +132,6 @@ CHECKS = (
         column="labels_with_these_tokens",
         what="labels with another text, but the same tokens, as another label",
         bad="labels_with_these_tokens > 0",
-        warned_share=0.01,
-    ),
-    Check(
-        key="unknown_tokens",
-        table="queries",
-        column="unknown_tokens",
-        what="tokens of a query that the tokenizer does not know",
-        bad="unknown_tokens",
-        mean=True,
-        warned_share=0.01,
-    ),
-    Check(
-        key="unknown_tokens",
-        table="labels",
-        column="unknown_tokens",
-        what="tokens of a label that the tokenizer does not know",
-        bad="unknown_tokens",
-        mean=True,
         warned_share=0.01,
     ),
     Check(
