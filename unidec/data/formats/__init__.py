@@ -221,9 +221,6 @@ def _check_lengths(source: Source, texts: pa.Table, at: Places) -> None:
     limit = source.bounds.max_text_chars
     kind = f"text of more than raw.max_text_chars = {limit:,} characters"
     for column in ("title", "content"):
-        lengths = source.numbers(np.int32)
-        for block in texts[column].chunks:
-            lengths.add(pc.utf8_length(block))
-        length_N = lengths.array()
-        too_long = np.flatnonzero(length_N > limit)
+        length_N = pc.utf8_length(texts[column])
+        too_long = np.flatnonzero(pc.greater(length_N, limit))
         source.note_rows(kind, at, too_long, f"{column}: {{}}", length_N)

@@ -196,6 +196,12 @@ class Layout:
     read: Callable[[Source], RawData]
 
 
+# `value` is stored: a `given` value beyond float32 becomes 0, which is no relevance
+_STORED = """
+CREATE TABLE pairs AS SELECT *, coalesce(TRY_CAST(given AS FLOAT), 0) AS value FROM given
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
     """The pairs of a file, before they are checked.
@@ -228,7 +234,7 @@ class Pairs:
         good = f"FROM pairs WHERE {query} AND {label} AND {value}"
         again = "row_number() OVER (PARTITION BY query, label ORDER BY place) > 1"
         with database(self.source.scratch) as tables:
-            fill(tables, "CREATE TABLE pairs AS SELECT * FROM given", self._blocks())
+            fill(tables, _STORED, self._blocks())
 
             def note(kind: str, bad: str, detail: str, *columns: Any) -> None:
                 found = tables.execute(f"SELECT place {bad} ORDER BY place").fetchnumpy()["place"]
@@ -254,18 +260,15 @@ class Pairs:
         return matrix
 
     def _blocks(self) -> Iterator[pa.Table]:
-        """All pairs; `given` is the value in the file, `value` the float32 value that is stored."""
+        """All pairs; `given` is the value in the file."""
         for start in range(0, max(len(self.query_P), 1), BLOCK_PAIRS):
             block = slice(start, start + BLOCK_PAIRS)
             query_P = self.query_P[block]
             given_P = np.ones(len(query_P)) if self.value_P is None else self.value_P[block]
-            with np.errstate(over="ignore", under="ignore"):
-                value_P = given_P.astype(np.float32)
             columns = {
                 "query": query_P,
                 "label": self.label_P[block],
                 "given": given_P,
-                "value": value_P,
                 "place": np.arange(start, start + len(query_P)),
             }
             yield pa.table(columns)
