@@ -184,15 +184,11 @@ def _families(queries: pa.Table, filter_pairs: csr_matrix, scratch: Path | None)
     from unidec.data.database import first_rows
 
     first_N = first_rows(_whole_texts(queries), _whole_texts(queries), scratch)
-    if not filter_pairs.nnz:
-        return first_N
     num_queries, num_labels = filter_pairs.shape
     num_nodes = num_queries + num_labels  # queries, then labels
-    repeated = np.flatnonzero(first_N != np.arange(num_queries))
     pairs = filter_pairs.tocoo()
-    from_node = np.concatenate([pairs.row, repeated])
-    label_node = pairs.col.astype(np.int64) + num_queries
-    to_node = np.concatenate([label_node, first_N[repeated]])
+    from_node = np.concatenate([pairs.row, np.arange(num_queries)])
+    to_node = np.concatenate([pairs.col.astype(np.int64) + num_queries, first_N])
     edges = (np.ones(len(from_node), dtype=np.int8), (from_node, to_node))
     graph = csr_matrix(edges, shape=(num_nodes, num_nodes))
     _, family_node = connected_components(graph, directed=False)

@@ -77,24 +77,20 @@ def listed(given: Any, what: str) -> list[Any]:
     Raises:
         DataError: a single text, or something without an order or with more than one dimension.
     """
+    shape = getattr(given, "shape", ())
+    got = type(given).__name__
     if isinstance(given, str | bytes):
-        raise DataError("expected a list of texts, got a single text", where=what, fix="[text]")
-    if isinstance(given, np.ndarray) and given.ndim != 1:
-        raise DataError(
-            "expected a list of texts",
-            where=what,
-            got=f"an array of shape {given.shape}",
-            expected="one dimension",
-        )
-    if isinstance(given, Sequence):
+        got = "a single text"
+    elif len(shape) > 1:
+        got = f"an array of shape {shape}"
+    elif isinstance(given, Sequence):
         return list(given)
-    # of numpy and pandas, Arrow, polars
-    for name in ("tolist", "to_pylist", "to_list"):
-        if hasattr(given, name) and not hasattr(given, "columns"):
-            return list(getattr(given, name)())
-    raise DataError(
-        "expected a list of texts", where=what, got=type(given).__name__, fix=f"list({what})"
-    )
+    else:
+        # of numpy and pandas, Arrow, polars
+        for name in ("tolist", "to_pylist", "to_list"):
+            if hasattr(given, name):
+                return list(getattr(given, name)())
+    raise DataError("expected a list of texts", where=what, got=got, fix=f"[text], or list({what})")
 
 
 def _text_table(

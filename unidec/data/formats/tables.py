@@ -309,16 +309,16 @@ def _splits(queries: Table, pairs: Table, query_P: np.ndarray, source: Source) -
     the pairs' column, else 0 ("train"). -1 for an unknown split, which is recorded as an error.
     """
     split_N = np.zeros(queries.num_rows, dtype=np.int8)
-    if "split" in queries.columns:
+    kind = "query with pairs in two splits (leak)"
+    of_queries = "split" in queries.columns
+    if of_queries:
         split_N = _split_numbers(queries, source)
         kind = "pair in another split than its query"
-    else:
-        kind = "query with pairs in two splits (leak)"
     if "split" not in pairs.columns:
         return split_N
     split_P = _split_numbers(pairs, source)
     known = np.flatnonzero(query_P >= 0)
-    if "split" not in queries.columns:
+    if not of_queries:
         split_N[query_P[known]] = split_P[known]
     differ = known[split_N[query_P[known]] != split_P[known]]
     source.note_rows(kind, pairs.at, differ, "query {}", pairs.columns["query_id"])
