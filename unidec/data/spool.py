@@ -12,7 +12,7 @@ import mmap
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +51,7 @@ class Numbers:
     def __del__(self) -> None:
         self._file.close()  # an existing memory map stays valid
 
-    def add(self, values: npt.ArrayLike) -> None:
+    def add(self, values: Any) -> None:
         """Append an array or a list, which is cast to the dtype."""
         self._file.write(np.ascontiguousarray(values, self._dtype).data)
 

@@ -266,7 +266,7 @@ def _texts(
         table = result.table
         texts_of = dataset.label_texts if table == "labels" else dataset.query_texts
         for sample in result.samples:
-            row = sample.get("row", sample.get("query"))
+            row: Any = sample.get("row", sample.get("query"))
             label = sample.get("label")
             parts = texts_of([row], reading.text)
             if label is not None:

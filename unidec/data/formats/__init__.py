@@ -125,7 +125,7 @@ def _places(source: Source, table: pa.Table, uids: Sequence[str], at: Places) ->
     """`file:line` of the uids that are in a table."""
     rows = source.rows_of(pa.chunked_array([uids], pa.large_string()), table["uid"])
     known = np.flatnonzero(rows >= 0)
-    return dict(zip([uids[place] for place in known], at(rows[known]), strict=True))
+    return dict(zip([uids[place] for place in known.tolist()], at(rows[known]), strict=True))
 
 
 def check_folder(path: str | os.PathLike[str]) -> Path:
