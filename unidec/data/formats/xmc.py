@@ -115,8 +115,8 @@ def _read_objects(source: Source, path: Path, what: str, first: int) -> Queries:
         if what == "query" and item:  # the error of an empty row is already recorded
             try:
                 targets.add([(row, label, value) for label, value in _targets(item)])
-            except DataError as error:
-                report(error.what, line, "")
+            except ValueError as error:
+                report(str(error), line, "")
         if item.get("uid") in (None, ""):
             item["uid"] = first + row
 
@@ -143,19 +143,19 @@ class _Targets(BaseModel, strict=True):
 
 
 def _targets(item: dict[str, Any]) -> Sequence[tuple[int, float]]:
-    """Label row and relevance of each pair of an object. Raises DataError: they are invalid."""
+    """Label row and relevance of each pair of an object. Raises ValueError: they are invalid."""
     try:
         found = _Targets.model_validate(item)
     except ValidationError as error:
         first = error.errors()[0]
         if first["type"] == "missing":
-            raise DataError("no target_ind (use [] for a query without labels)") from error
+            raise ValueError("no target_ind (use [] for a query without labels)") from error
         kind = "whole numbers" if first["loc"][0] == "target_ind" else "numbers"
-        raise DataError(f"{first['loc'][0]} is not a list of {kind}") from error
+        raise ValueError(f"{first['loc'][0]} is not a list of {kind}") from error
     labels = found.target_ind
     values = [1.0] * len(labels) if found.target_rel is None else found.target_rel
     if len(labels) != len(values):
-        raise DataError("target_ind and target_rel have different lengths")
+        raise ValueError("target_ind and target_rel have different lengths")
     return list(zip(labels, values, strict=True))
 
 
