@@ -73,13 +73,14 @@ def test_sparse_text(tmp_path, end):
     query_P = pairs.query_P
     label_P = pairs.label_P
     value_P = pairs.value_P
-    lines = pairs.at[1]
+    places = pairs.at
     assert not source.count
     assert list(zip(query_P, label_P, strict=True)) == [
         (q, label) for q, row in enumerate(rows) for label in row
     ]
     np.testing.assert_allclose(value_P, label_P / 7 + 0.5, atol=0.006)
-    assert lines(np.arange(len(query_P))).tolist() == (query_P + 2).tolist()
+    expected = [f"trn_X_Y.txt:{query + 2}" for query in query_P]
+    assert places(np.arange(len(query_P))) == expected
 
 
 def test_faults_of_sparse_text_name_their_line(tmp_path):

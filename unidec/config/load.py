@@ -404,12 +404,9 @@ def describe() -> Iterator[tuple[str, str, str, str]]:
     schema = Params.model_json_schema()
     for key, default in leaves(Params()):
         section, _, name = key.rpartition(".")
-        group = schema
-        if section:
-            reference = schema["properties"][section]["$ref"]
-            group = schema["$defs"][reference.rpartition("/")[2]]
-        about = (_section(section) or Params).described()
-        yield key, json.dumps(default), _takes(group["properties"][name]), about[name]
+        group = schema["$defs"][type(getattr(Params(), section)).__name__] if section else schema
+        entry = group["properties"][name]
+        yield key, json.dumps(default), _takes(entry), " ".join(entry["description"].split())
 
 
 def _takes(entry: dict[str, Any]) -> str:

@@ -103,8 +103,8 @@ class Params(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         """Every conflict within a section and between sections."""
-        for name in type(self).model_fields:
-            if isinstance(section := getattr(self, name), Section):
+        for _, section in self:
+            if isinstance(section, Section):
                 yield from section.conflicts()
         yield from self._heads()
         yield from self._widths()
@@ -207,28 +207,16 @@ class Params(Section):
             )
 
     def _classifier(self) -> Iterator[Conflict]:
-        all_labels = self.pool.clf_labels == "all"
-        all_rows = self.optim.clf_state == "adamw"
-        if self.loss.clf == "bce" and self.loss.clf_bce > 0:
-            yield Conflict(
-                "loss.clf_bce loss.clf model.heads",
-                "the classifier's loss is already BCE: the auxiliary BCE would count it twice",
-                "loss.clf_bce: 0",
-            )
-        if all_labels and self.run.table_place != "device":
-            yield Conflict(
-                "run.table_place pool.clf_labels model.heads",
-                "a classifier over all labels uses all rows in each step: they cannot be fetched "
-                "per step",
-                "run.table_place: device, or pool.clf_labels: pool",
-            )
-        if all_rows and self.run.table_place != "device":
-            yield Conflict(
-                "run.table_place optim.clf_state model.heads",
-                "AdamW updates all rows in each step",
-                "run.table_place: device, or optim.clf_state: adam, which updates the rows of a "
-                "step only",
-            )
+        if self.loss.clf == "bce":
+            what = "the classifier's loss is already BCE: the auxiliary BCE would count it twice"
+            yield from self._needed("loss.clf: ds", what, {"loss.clf_bce": 0})
+        on_device = {"run.table_place": "device"}
+        if self.pool.clf_labels == "all":
+            what = "a classifier over all labels uses all rows in each step: they cannot be fetched"
+            yield from self._needed("pool.clf_labels: pool", what, on_device)
+        if self.optim.clf_state == "adamw":
+            off = "optim.clf_state: adam, which updates the rows of a step only"
+            yield from self._needed(off, "AdamW updates all rows in each step", on_device)
         if not self.model.clf_residual:
             for name in ("clf_gates", "clf_graph", "clf_queries"):
                 if getattr(self.model, name):
@@ -289,12 +277,10 @@ class Params(Section):
                 "loss.margin: 1 for the classifier's scores, below 1 for cosines",
             )
         for head, name in used.items():
-            if name == "softtopk" and getattr(loss, f"{head}_forward") < 1:
-                yield Conflict(
-                    f"loss.{head}_forward loss.{head} model.heads",
-                    "soft top-k ranks the labels of a query: it has no label-to-query loss",
-                    f"loss.{head}_forward: 1, or another loss.{head}",
-                )
+            if name == "softtopk":
+                what = "soft top-k ranks the labels of a query: it has no label-to-query loss"
+                needed = {f"loss.{head}_forward": 1}
+                yield from self._needed(f"loss.{head}: ds", what, needed)
         if loss.mixup != "none":
             yield from self._mixup()
         if "softtopk" in used.values() and 0 < self.pool.size <= loss.topk:

@@ -3,10 +3,6 @@ decide, and in a docstring below each its description; and conflicts of values."
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
-import itertools
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
@@ -68,7 +64,12 @@ class Section(BaseModel):
     # strict: "3" is not accepted as a number, nor true as a count, so that a typing error is
     # reported
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
     @classmethod
@@ -83,22 +84,6 @@ class Section(BaseModel):
             for part in field.metadata:
                 if isinstance(part, Decides):
                     found[prefix + name] = part.results
-        return found
-
-    @classmethod
-    @functools.cache
-    def described(cls) -> dict[str, str]:
-        """The description of each key that is not a section: the docstring below it."""
-        tree = ast.parse(inspect.getsource(cls)).body[0]
-        assert isinstance(tree, ast.ClassDef)
-        found = {}
-        for field, text in itertools.pairwise(tree.body):
-            match field, text:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(about))),
-                ):
-                    found[name] = " ".join(about.split())
         return found
 
     def conflicts(self) -> Iterator[Conflict]:

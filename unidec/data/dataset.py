@@ -244,6 +244,7 @@ def texts_read(table: pa.Table, text: Text) -> pa.ChunkedArray:
         return pc.if_else(is_blank, content, title) if pc.any(is_blank).as_py() else title
     if text != "title+content":
         raise ValueError(f"text must be 'title' or 'title+content', not {text!r}")
-    both = pc.binary_join_element_wise(title, content, pa.scalar(" ", pa.large_string()))
-    without_empty_title = pc.if_else(pc.equal(title, ""), content, both)
-    return pc.if_else(pc.equal(content, ""), title, without_empty_title)
+    nothing = pa.scalar(None, title.type)
+    parts = [pc.if_else(pc.equal(part, ""), nothing, part) for part in (title, content)]
+    separator = pa.scalar(" ", title.type)
+    return pc.binary_join_element_wise(*parts, separator, null_handling="skip")

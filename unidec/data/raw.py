@@ -100,11 +100,6 @@ def are_blank(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
     return pc.invert(pc.match_substring_regex(texts, _VISIBLE))
 
 
-def row_uids(first: int, count: int) -> pa.Array:
-    """`count` row numbers from `first`, which serve as uids if the texts have none."""
-    return pa.array(np.arange(first, first + count)).cast(pa.large_string())
-
-
 LARGEST_FAMILY = 0.05  # maximum size of a family, as a share of the queries to hold out
 
 
@@ -126,51 +121,34 @@ def hold_out(
     At least one family is held out if share > 0 and there are two families. `scratch`: folder for
     temporary files.
     """
-    from unidec.data.database import database, fill, ordered
-
     num_queries = queries.num_rows
     chosen_N = np.zeros(num_queries, dtype=bool)  # set at the first member of each chosen family
     if share <= 0 or num_queries < 2:
         return chosen_N
     first_N = _families(queries, filter_pairs, scratch)
-    target = max(1, round(share * num_queries))
-    largest = max(1, round(target * LARGEST_FAMILY))
-    left = target
-    with database(scratch) as tables:
-        # a family has the hash of its first member: with the minimum over its members, large
-        # families would come first
-        families = (
-            "CREATE TABLE families AS "
-            "SELECT first, count(*) AS size, arg_min(hash, row) AS hash FROM given GROUP BY first"
-        )
-        fill(tables, families, _members(queries, first_N, seed))
-        sizes = f"SELECT first, size FROM families WHERE size <= {largest} ORDER BY hash, first"
-        for block in ordered(tables, sizes):
-            pairs = zip(block["first"].to_pylist(), block["size"].to_pylist(), strict=True)
-            for first, size in pairs:
-                if size <= left:
-                    chosen_N[first] = True
-                    left -= size
+    size_N = np.bincount(first_N, minlength=num_queries)
+    first_F = np.flatnonzero(size_N)
+    left = max(1, round(share * num_queries))
+    largest = max(1, round(left * LARGEST_FAMILY))
+    # a family has the hash of its first member: with the minimum over its members, large families
+    # would come first
+    hash_F = _hashes(queries["uid"], seed)[first_F]
+    for first in first_F[np.argsort(hash_F, kind="stable")]:
+        if size_N[first] <= min(left, largest):
+            chosen_N[first] = True
+            left -= size_N[first]
             if not left:
                 break
-        if left == target:
-            smallest = "SELECT first FROM families ORDER BY size, first LIMIT 2"
-            found = tables.execute(smallest).fetchall()
-            chosen_N[found[0]] = len(found) > 1
+    if not chosen_N.any() and len(first_F) > 1:
+        chosen_N[first_F[np.argmin(size_N[first_F])]] = True
     return chosen_N[first_N]
 
 
-def _members(queries: pa.Table, first_N: np.ndarray, seed: int) -> Iterator[pa.Table]:
-    """Row, family, and a hash of seed and uid of each query, in blocks."""
-    start = 0
-    for block in queries.to_batches():
-        end = start + block.num_rows
-        members = [f"{seed}|{uid}".encode() for uid in block["uid"].to_pylist()]
-        digests = [hashlib.blake2b(member, digest_size=8).digest() for member in members]
-        hash_B = np.frombuffer(b"".join(digests), dtype=">u8").astype(np.uint64)
-        columns = {"row": np.arange(start, end), "first": first_N[start:end], "hash": hash_B}
-        yield pa.table(columns)
-        start = end
+def _hashes(uids: pa.ChunkedArray, seed: int) -> np.ndarray:
+    """A hash of seed and uid of each query, uint64 [n]."""
+    members = (f"{seed}|{uid}" for block in uids.chunks for uid in block.to_pylist())
+    digests = (hashlib.blake2b(member.encode(), digest_size=8).digest() for member in members)
+    return np.fromiter(map(int.from_bytes, digests), np.uint64, len(uids))
 
 
 def make_slice(raw: RawData, num_train: int, num_test: int) -> RawData:
@@ -206,15 +184,11 @@ def _families(queries: pa.Table, filter_pairs: csr_matrix, scratch: Path | None)
     from unidec.data.database import first_rows
 
     first_N = first_rows(_whole_texts(queries), _whole_texts(queries), scratch)
-    if not filter_pairs.nnz:
-        return first_N
     num_queries, num_labels = filter_pairs.shape
     num_nodes = num_queries + num_labels  # queries, then labels
-    repeated = np.flatnonzero(first_N != np.arange(num_queries))
     pairs = filter_pairs.tocoo()
-    from_node = np.concatenate([pairs.row, repeated])
-    label_node = pairs.col.astype(np.int64) + num_queries
-    to_node = np.concatenate([label_node, first_N[repeated]])
+    from_node = np.concatenate([pairs.row, np.arange(num_queries)])
+    to_node = np.concatenate([pairs.col.astype(np.int64) + num_queries, first_N])
     edges = (np.ones(len(from_node), dtype=np.int8), (from_node, to_node))
     graph = csr_matrix(edges, shape=(num_nodes, num_nodes))
     _, family_node = connected_components(graph, directed=False)

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import mmap
 import tempfile
-from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -23,7 +22,6 @@ from scipy.sparse import csr_matrix
 from unidec.data.storage import storage_error
 
 BLOCK_ROWS = 65_536
-_CODES = {"int32": "i", "int64": "q", "float64": "d", "float32": "f", "bool": "b"}
 
 
 @contextlib.contextmanager
@@ -49,25 +47,16 @@ class Numbers:
     def __init__(self, dtype: npt.DTypeLike, folder: Path | None = None) -> None:
         self._dtype = np.dtype(dtype)
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-        self._few = array(_CODES[self._dtype.name])  # numbers that are not written yet
 
     def __del__(self) -> None:
         self._file.close()  # an existing memory map stays valid
 
-    def add(self, values: npt.ArrayLike) -> None:
-        """Append an array, which is cast to the dtype."""
+    def add(self, values: Any) -> None:
+        """Append an array or a list, which is cast to the dtype."""
         self._file.write(np.ascontiguousarray(values, self._dtype).data)
-
-    def extend(self, values: Iterable[Any]) -> None:
-        """Append a few numbers; not together with `add`."""
-        self._few.extend(values)
-        if len(self._few) > BLOCK_ROWS:
-            self.add(self._few)
-            del self._few[:]
 
     def array(self) -> np.ndarray:
         """All numbers, read-only; nothing may be added after this call."""
-        self.add(self._few)
         return np.frombuffer(_mapped(self._file), self._dtype)
 
 
@@ -96,28 +85,27 @@ def csr_on_disk(
     """A CSR matrix from blocks of pairs (row, column, value) that are sorted by row and column. Of
     repeated pairs, only the first is kept.
     """
-    ends = Numbers(np.int64, folder)
     columns = Numbers(np.int32, folder)
     values = Numbers(dtype, folder)
-    ends.add([0])
+    count_N = np.zeros(shape[0], dtype=np.int64)
     last_pair = -1
-    row = 0  # all rows before it are complete
-    done = 0
     for block in blocks:
         row_P, column_P, value_P = (column.to_numpy() for column in block.columns)
         pair_P = row_P * np.int64(shape[1]) + column_P
         is_new_P = np.diff(pair_P, prepend=last_pair) > 0
-        row_P = row_P[is_new_P]
         columns.add(column_P[is_new_P])
         values.add(value_P[is_new_P])
-        if len(row_P):
-            complete = np.arange(row, row_P[-1])
-            ends.add(done + np.searchsorted(row_P, complete, side="right"))
-            row = row_P[-1]
-            last_pair = pair_P[-1]
-        done += len(row_P)
-    ends.add(np.full(shape[0] - row, done))
-    matrix = csr_matrix((values.array(), columns.array(), ends.array()), shape=shape, copy=False)
+        rows, counts = np.unique(row_P[is_new_P], return_counts=True)
+        count_N[rows] += counts
+        last_pair = pair_P.max(initial=last_pair)
+    return _csr(columns, values, count_N, shape[1])
+
+
+def _csr(columns: Numbers, values: Numbers, count_N: np.ndarray, width: int) -> csr_matrix:
+    """A CSR matrix from its entries by row and the number of entries of each row."""
+    ends = np.insert(np.cumsum(count_N), 0, 0)
+    entries = (values.array(), columns.array(), ends)
+    matrix = csr_matrix(entries, shape=(len(count_N), width), copy=False)
     matrix.has_sorted_indices = matrix.has_canonical_format = True
     return matrix
 
@@ -130,17 +118,13 @@ def take_texts(table: pa.Table, rows: np.ndarray, folder: Path | None = None) ->
 
 def take_pairs(matrix: csr_matrix, rows: np.ndarray, folder: Path | None = None) -> csr_matrix:
     """These rows of a matrix with sorted indices."""
-    shape = (len(rows), matrix.shape[1])
-    return csr_on_disk(_pairs_of(matrix, rows), shape, matrix.dtype, folder)
-
-
-def _pairs_of(matrix: csr_matrix, rows: np.ndarray) -> Iterator[pa.RecordBatch]:
-    first = 0
+    columns = Numbers(np.int32, folder)
+    values = Numbers(matrix.dtype, folder)
     for block in _blocks(rows):
-        pairs = matrix[block].tocoo()
-        columns = {"row": pairs.row.astype(np.int64) + first, "column": pairs.col}
-        yield pa.RecordBatch.from_pydict({**columns, "value": pairs.data.astype(np.float32)})
-        first += len(block)
+        part = matrix[block]
+        columns.add(part.indices)
+        values.add(part.data)
+    return _csr(columns, values, np.diff(matrix.indptr)[rows].astype(np.int64), matrix.shape[1])
 
 
 def _blocks(rows: np.ndarray) -> Iterator[np.ndarray]:

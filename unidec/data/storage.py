@@ -272,13 +272,13 @@ def verify_once(path: str | os.PathLike[str], verify: bool = True) -> Iterator[b
     open(folder, needed)`.
 
     False if `verify` is False, or if this process has already checked the same files (by inode,
-    size and times of change), for example in an earlier training round.
+    size and time of change), for example in an earlier training round.
     """
     root = Path(os.path.abspath(path))
     now = time.time()
     names = _files(root) if verify else []
     files = [(root / name).stat() for name in names]
-    states = [(s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in files]
+    states = [(s.st_ino, s.st_size, s.st_ctime_ns) for s in files]
     seen = (root, *names, *states)
     needed = verify and seen not in _verified
     yield needed

@@ -7,12 +7,13 @@ which records it or raises.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+import pyarrow as pa
 
 from unidec.config import RawBounds
 from unidec.data.lookalike import names_like, plain
@@ -29,10 +30,11 @@ from unidec.data.raw_lines import (
 )
 from unidec.errors import DataError
 
-T = TypeVar("T")
 Check = Callable[[list[str]], object]
 
-BLOCK_ROWS = 4096  # rows in memory as Python objects
+# rows and characters in memory as Python objects
+BLOCK_ROWS = 4096
+BLOCK_CHARS = 16 << 20
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 
 
@@ -41,11 +43,25 @@ def ending(path: Path) -> str:
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
-def in_blocks(rows: Iterable[T]) -> Iterator[list[T]]:
-    """Lists of `BLOCK_ROWS` rows; the last one may be shorter."""
-    rows = iter(rows)
-    while block := list(itertools.islice(rows, BLOCK_ROWS)):
-        yield block
+def text_blocks(rows: Iterable[Sequence[str]], schema: pa.Schema) -> Iterator[pa.Table]:
+    """Tables of at most `BLOCK_ROWS` rows, given as texts; a block ends after `BLOCK_CHARS`
+    characters.
+    """
+    block: list[Sequence[str]] = []
+    num_chars = 0
+    for row in rows:
+        block.append(row)
+        num_chars += sum(map(len, row))
+        if num_chars > BLOCK_CHARS or len(block) == BLOCK_ROWS:
+            yield _table(block, schema)
+            block = []
+            num_chars = 0
+    if block:
+        yield _table(block, schema)
+
+
+def _table(rows: Sequence[Sequence[str]], schema: pa.Schema) -> pa.Table:
+    return pa.table(list(map(pa.array, zip(*rows, strict=True))), schema=schema)
 
 
 def read_rows(

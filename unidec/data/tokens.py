@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
+from pydantic import BaseModel, NonNegativeInt
 
 from unidec.data.array_file import growing_array
 from unidec.data.storage import (
@@ -186,38 +187,47 @@ class TokenCache(Tokens):
         root = Path(path)
         with verify_once(root, verify) as needed:
             meta = read_manifest(root, KIND, VERSION, needed)["meta"]
-            facts = [meta.get(key) for key in ("vocab_size", "pad_id", "max_length", "num_texts")]
-            if any(type(number) is not int or number < 0 for number in facts):
+            try:
+                facts = _Facts.model_validate(meta)
+                tokens = cls._load(root, "", facts, needed)
+                if meta.get("prompt"):
+                    tokens.prompted = cls._load(root, _PROMPTED, facts, needed)
+            except ValueError as error:
                 raise ArtifactError(
-                    "the manifest lacks facts of a token cache",
+                    "the arrays or the manifest are not those of a token cache",
                     where=root,
-                    got=str(meta)[:200],
+                    got=error,
+                    expected=f"as the manifest says: {meta}"[:200],
                     fix=REBUILD,
-                )
-            vocab_size, pad_id, max_length, num_texts = facts
-            arrays = []
-            for begin in ("", _PROMPTED) if meta.get("prompt") else ("",):
-                offsets = load_array(root / f"{begin}offsets.npy", np.int64)
-                ids = load_array(root / f"{begin}ids.npy", _id_dtype(vocab_size))
-                valid = len(offsets) == num_texts + 1 and offsets[0] == 0
-                valid = valid and offsets[-1] == len(ids)
-                if valid and needed and len(ids):
-                    lengths = np.diff(offsets)
-                    valid = lengths.min() >= 0 and lengths.max() <= max_length
-                    valid = valid and ids.max() < vocab_size
-                if not valid:
-                    raise ArtifactError(
-                        "offsets and ids do not match, or an id is not in the vocabulary",
-                        where=root,
-                        expected=f"as the manifest says: {meta}"[:200],
-                        fix=REBUILD,
-                    )
-                arrays.append((ids, offsets))
-        cache, *prompted = [cls(*each, vocab_size, pad_id, max_length) for each in arrays]
-        cache.path = root
-        cache.meta = meta
-        cache.prompted = prompted[0] if prompted else None
-        return cache
+                ) from error
+        tokens.path = root
+        tokens.meta = meta
+        return tokens
+
+    @classmethod
+    def _load(cls, root: Path, begin: str, facts: _Facts, check: bool) -> TokenCache:
+        """The texts in the files whose names begin with `begin`. Raises ValueError: they are
+        damaged.
+        """
+        offsets = load_array(root / f"{begin}offsets.npy", np.int64)
+        ids = load_array(root / f"{begin}ids.npy", _id_dtype(facts.vocab_size))
+        valid = len(offsets) == facts.num_texts + 1 and offsets[0] == 0 and offsets[-1] == len(ids)
+        if valid and check and len(ids):
+            lengths = np.diff(offsets)
+            valid = lengths.min() >= 0 and lengths.max() <= facts.max_length
+            valid = valid and ids.max() < facts.vocab_size
+        if not valid:
+            raise ValueError("offsets and ids do not match, or an id is not in the vocabulary")
+        return cls(ids, offsets, facts.vocab_size, facts.pad_id, facts.max_length)
+
+
+class _Facts(BaseModel, strict=True):
+    """The facts in the manifest of a token cache on which its arrays depend."""
+
+    vocab_size: NonNegativeInt
+    pad_id: NonNegativeInt
+    max_length: NonNegativeInt
+    num_texts: NonNegativeInt
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,13 @@ network.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +19,45 @@ from unidec.evaluation.page import render
 _EXTERNAL = re.compile(r"<(script|style|footer)\b.*?</\1>|<(link|img)\b[^>]*>", re.DOTALL)
 
 
-def run_checkpoint(
-    name: str, counted: Sequence[Mapping[str, Any]], docs: Path | None
-) -> list[bool]:
+@dataclass(kw_only=True)
+class Expectation:
+    """What was counted in a table, and its bounds.
+
+    Attributes:
+        table: "queries", "labels" or "pairs".
+        column: the column that is checked; None: the number of rows.
+        description: what is expected.
+        key: key of the parameter with the bound; None: there is none.
+        fix: what to do if the expectation fails; "": not known.
+        minimum, maximum: bounds of `observed`; None: none.
+        severity: "critical" or "warning".
+        unexpected_count, element_count: number of bad rows, and of all; 0: not counted.
+        observed: the number that is judged.
+        samples: bad rows.
+        success: whether the number is within its bounds.
+    """
+
+    table: str
+    column: str | None = None
+    description: str
+    key: str | None = None
+    fix: str = ""
+    minimum: float | None = None
+    maximum: float | None = None
+    severity: str
+    unexpected_count: int = 0
+    element_count: int = 0
+    observed: float
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    success: bool = False
+
+
+def run_checkpoint(name: str, counted: Sequence[Expectation], docs: Path | None) -> list[bool]:
     """Judge what was counted in the tables of a data set, as one checkpoint.
 
     Args:
-        counted: {"table", "description", "severity", "observed" (a number), "minimum" and "maximum"
-            (its bounds, or None)}, in the order of the tables. Great Expectations is given a table
-            with a single row, these numbers.
+        counted: in the order of the tables. Great Expectations is given a table with a single row,
+            the observed numbers.
         docs: folder for Data Docs; None: no Data Docs.
 
     Returns:
@@ -46,28 +79,25 @@ def run_checkpoint(
             actions.append(UpdateDataDocsAction(name="docs", site_names=["local"]))
         source = context.data_sources.add_pandas(name)
         numbers = {}
-        suites = {}
         definitions = []
-        for one in counted:
-            table = one["table"]
-            if table not in suites:
-                batch = source.add_dataframe_asset(table).add_batch_definition_whole_dataframe(
-                    "all"
+        for table, group in itertools.groupby(counted, attrgetter("table")):
+            asset = source.add_dataframe_asset(table)
+            suite = context.suites.add(gx.ExpectationSuite(name=table))
+            for one in group:
+                column = f"{table}: {one.description}"
+                numbers[column] = [float(one.observed)]
+                suite.add_expectation(
+                    gxe.ExpectColumnMaxToBeBetween(
+                        column=column,
+                        min_value=one.minimum,
+                        max_value=one.maximum,
+                        description=one.description,
+                        severity=one.severity,
+                    )
                 )
-                suites[table] = context.suites.add(gx.ExpectationSuite(name=table))
-                definition = gx.ValidationDefinition(name=table, data=batch, suite=suites[table])
-                definitions.append(context.validation_definitions.add(definition))
-            column = f"{table}: {one['description']}"
-            numbers[column] = [float(one["observed"])]
-            suites[table].add_expectation(
-                gxe.ExpectColumnMaxToBeBetween(
-                    column=column,
-                    min_value=one["minimum"],
-                    max_value=one["maximum"],
-                    description=one["description"],
-                    severity=one["severity"],
-                )
-            )
+            batch = asset.add_batch_definition_whole_dataframe("all")
+            definition = gx.ValidationDefinition(name=table, data=batch, suite=suite)
+            definitions.append(context.validation_definitions.add(definition))
         checkpoint = gx.Checkpoint(
             name=name,
             validation_definitions=definitions,
@@ -76,10 +106,10 @@ def run_checkpoint(
         )
         frame = pd.DataFrame(numbers)
         run = context.checkpoints.add(checkpoint).run(batch_parameters={"dataframe": frame})
-    by_table = {result.suite_name: result for result in run.run_results.values()}
+    results = list(run.run_results.values())
     if docs is not None:
-        _without_network(docs, {table: bool(result.success) for table, result in by_table.items()})
-    return [bool(item.success) for table in suites for item in by_table[table].results]
+        _without_network(docs, {result.suite_name: bool(result.success) for result in results})
+    return [bool(item.success) for result in results for item in result.results]
 
 
 def _site(docs: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from unidec.data.dataset import XMCDataset
 from unidec.data.raw import SPLITS
 from unidec.data.storage import swap_folder, write_json
 from unidec.evaluation.page import render
-from unidec.validation.checkpoint_run import run_checkpoint
+from unidec.validation.checkpoint_run import Expectation, run_checkpoint
 from unidec.validation.distributions import distributions
 from unidec.validation.facts import (
     TITLES,
@@ -69,7 +69,7 @@ class Check:
 CHECKS = (
     *(
         check
-        for table in ("queries", "labels")
+        for table, one in (("queries", "a query"), ("labels", "a label"))
         for check in (
             Check(table=table, column="uid", what="empty uids", bad="uid = ''"),
             Check(
@@ -78,14 +78,23 @@ CHECKS = (
                 what="uids that occur twice",
                 bad=f"uid IN (SELECT uid FROM {table} GROUP BY uid HAVING count(*) > 1)",
             ),
+            Check(
+                key="empty_texts",
+                table=table,
+                column="text_length",
+                what="empty texts",
+                bad="text_length = 0",
+            ),
+            Check(
+                key="unknown_tokens",
+                table=table,
+                column="unknown_tokens",
+                what=f"tokens of {one} that the tokenizer does not know",
+                bad="unknown_tokens",
+                mean=True,
+                warned_share=0.01,
+            ),
         )
-    ),
-    Check(
-        key="empty_texts",
-        table="queries",
-        column="text_length",
-        what="empty texts",
-        bad="text_length = 0",
     ),
     Check(
         key="test_texts_in_train",
@@ -100,13 +109,6 @@ CHECKS = (
         column="num_positives",
         what="queries without positives",
         bad="num_positives = 0",
-    ),
-    Check(
-        key="empty_texts",
-        table="labels",
-        column="text_length",
-        what="empty texts",
-        bad="text_length = 0",
     ),
     Check(
         key="labels_without_training_points",
@@ -130,24 +132,6 @@ CHECKS = (
         column="labels_with_these_tokens",
         what="labels with another text, but the same tokens, as another label",
         bad="labels_with_these_tokens > 0",
-        warned_share=0.01,
-    ),
-    Check(
-        key="unknown_tokens",
-        table="queries",
-        column="unknown_tokens",
-        what="tokens of a query that the tokenizer does not know",
-        bad="unknown_tokens",
-        mean=True,
-        warned_share=0.01,
-    ),
-    Check(
-        key="unknown_tokens",
-        table="labels",
-        column="unknown_tokens",
-        what="tokens of a label that the tokenizer does not know",
-        bad="unknown_tokens",
-        mean=True,
         warned_share=0.01,
     ),
     Check(
@@ -219,12 +203,12 @@ def validate_dataset(
             facts = text_counts(tables, reading)
         passed = run_checkpoint("dataset", results, out / "docs" if docs else None)
         for result, success in zip(results, passed, strict=True):
-            result["success"] = success
+            result.success = success
             if success:
-                result["samples"] = []
-        failing = [result for result in results if not result["success"]]
-        failed = [result for result in failing if result["severity"] == "critical"]
-        warned = [result for result in failing if result["severity"] != "critical"]
+                result.samples = []
+        failing = [result for result in results if not result.success]
+        failed = [result for result in failing if result.severity == "critical"]
+        warned = [result for result in failing if result.severity != "critical"]
         if find is not None:
             _add_places(failed, find)
         num_rows = (dataset.num_queries, dataset.num_labels, dataset.relevance.nnz)
@@ -236,7 +220,7 @@ def validate_dataset(
             "rows": dict(zip(TABLES, num_rows, strict=True)),
             "failed": [_sentence(result) for result in failed],
             "warnings": [_sentence(result) for result in warned],
-            "expectations": results,
+            "expectations": list(map(asdict, results)),
         }
         write_json(out / "result.json", verdict)
         page = render(
@@ -252,15 +236,15 @@ def validate_dataset(
 
 
 def _add_places(
-    failed: list[dict[str, Any]],
+    failed: list[Expectation],
     find: Callable[[list[str], list[str]], tuple[Places, Places]],
 ) -> None:
     """Add `file:line` to the samples that are found in the raw files."""
     queries: dict[str, list[dict[str, Any]]] = {}
     labels: dict[str, list[dict[str, Any]]] = {}
     for result in failed:
-        by_uid = labels if result["table"] == "labels" else queries
-        for sample in result["samples"]:
+        by_uid = labels if result.table == "labels" else queries
+        for sample in result.samples:
             by_uid.setdefault(sample["uid"], []).append(sample)
     if not queries and not labels:
         return
@@ -272,17 +256,17 @@ def _add_places(
 
 
 def _texts(
-    results: list[dict[str, Any]], dataset: XMCDataset, reading: Reading
+    results: list[Expectation], dataset: XMCDataset, reading: Reading
 ) -> dict[tuple[str, Any, Any], str]:
     """Texts of the samples by (table, row, label); of a pair, row is the query and the text "query
     → label".
     """
     found = {}
     for result in results:
-        table = result["table"]
+        table = result.table
         texts_of = dataset.label_texts if table == "labels" else dataset.query_texts
-        for sample in result["samples"]:
-            row = sample.get("row", sample.get("query"))
+        for sample in result.samples:
+            row: Any = sample.get("row", sample.get("query"))
             label = sample.get("label")
             parts = texts_of([row], reading.text)
             if label is not None:
@@ -319,7 +303,7 @@ def advice(tables: Database, reading: Reading) -> dict[str, str]:
 
 def _count(
     tables: Database, dataset: XMCDataset, limits: Validation, reading: Reading
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Expectation]:
     """What the checks count, table by table."""
     fixes = advice(tables, reading)
     for table in TABLES:
@@ -335,27 +319,20 @@ def _count(
             yield from _graded(tables, dataset, check, limits, fixes.get(check.column, ""))
 
 
-def _rows(tables: Database, source: str, description: str, severity: str) -> dict[str, Any]:
+def _rows(tables: Database, source: str, description: str, severity: str) -> Expectation:
     """Expects at least one row."""
-    return {
-        "table": source.partition(" ")[0],
-        "column": None,
-        "description": description,
-        "key": None,
-        "fix": "",
-        "minimum": 1,
-        "maximum": None,
-        "severity": severity,
-        "unexpected_count": 0,
-        "element_count": 0,
-        "observed": one_row(tables, f"SELECT count(*) FROM {source}")[0],
-        "samples": [],
-    }
+    return Expectation(
+        table=source.partition(" ")[0],
+        description=description,
+        minimum=1,
+        severity=severity,
+        observed=one_row(tables, f"SELECT count(*) FROM {source}")[0],
+    )
 
 
 def _graded(
     tables: Database, dataset: XMCDataset, check: Check, limits: Validation, fix: str
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Expectation]:
     """The check with its allowed share; with severity "error" also with the lower share that is a
     warning.
     """
@@ -379,20 +356,19 @@ def _graded(
     select = f"SELECT * FROM {facts} WHERE bad > 0 ORDER BY bad DESC, {order} LIMIT {MAX_SAMPLES}"
     rows = tables.sql(select).to_arrow_table().to_pylist() if count else []
     for share, level in levels:
-        yield {
-            "table": table,
-            "column": check.column,
-            "description": f"{check.what}: {_at_most(share)}{' on average' if check.mean else ''}",
-            "key": f"validation.{check.key}" if check.key else None,
-            "fix": fix,
-            "minimum": None,
-            "maximum": share,
-            "severity": level,
-            "unexpected_count": 0 if check.mean else count,
-            "element_count": 0 if check.mean else of,
-            "observed": value,
-            "samples": [_sample(row, check.column, dataset) for row in rows],
-        }
+        yield Expectation(
+            table=table,
+            column=check.column,
+            description=f"{check.what}: {_at_most(share)}{' on average' if check.mean else ''}",
+            key=f"validation.{check.key}" if check.key else None,
+            fix=fix,
+            maximum=share,
+            severity=level,
+            unexpected_count=0 if check.mean else count,
+            element_count=0 if check.mean else of,
+            observed=value,
+            samples=[_sample(row, check.column, dataset) for row in rows],
+        )
 
 
 def _at_most(share: float) -> str:
@@ -412,22 +388,22 @@ def _sample(record: dict[str, Any], column: str, dataset: XMCDataset) -> dict[st
     return {"query": query, "label": record["label"], "uid": uid, "value": record[column]}
 
 
-def _sentence(result: dict[str, Any]) -> str:
-    parts = [f"{result['table']}: {result['description']}"]
-    count = result["unexpected_count"]
+def _sentence(result: Expectation) -> str:
+    parts = [f"{result.table}: {result.description}"]
+    count = result.unexpected_count
     if count:
-        parts.append(f"found {count:,} of {result['element_count']:,}")
-    elif result["column"]:
-        parts.append(f"found {result['observed']:.1%}")
+        parts.append(f"found {count:,} of {result.element_count:,}")
+    elif result.column:
+        parts.append(f"found {result.observed:.1%}")
     else:
         parts.append("found none")
-    if result["samples"]:
-        places = map(_place, result["samples"][:3])
+    if result.samples:
+        places = map(_place, result.samples[:3])
         parts.append(f"for example {', '.join(places)}")
-    if result["fix"]:
-        parts.append(result["fix"])
-    if result["key"]:
-        parts.append(f"bound: {result['key']}")
+    if result.fix:
+        parts.append(result.fix)
+    if result.key:
+        parts.append(f"bound: {result.key}")
     return "; ".join(parts)
 
 

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from unidec.config import Data, RawBounds
 from unidec.data.formats import folder, tables, xmc
-from unidec.data.formats.files import Lines, Source
+from unidec.data.formats.files import Places, Source
 from unidec.data.raw import RawData, hold_out
 from unidec.data.raw_lines import DEFAULT_BOUNDS
 from unidec.data.storage import file_sha256
@@ -121,15 +121,11 @@ def find_rows(
     return query_places, _places(source, raw.labels, labels, source.labels_at)
 
 
-def _places(
-    source: Source, table: pa.Table, uids: Sequence[str], at: tuple[str, Lines]
-) -> dict[str, str]:
+def _places(source: Source, table: pa.Table, uids: Sequence[str], at: Places) -> dict[str, str]:
     """`file:line` of the uids that are in a table."""
-    file, lines = at
     rows = source.rows_of(pa.chunked_array([uids], pa.large_string()), table["uid"])
     known = np.flatnonzero(rows >= 0)
-    found = zip(known.tolist(), lines(rows[known]).tolist(), strict=True)
-    return {uids[place]: f"{file}:{line}" for place, line in found}
+    return dict(zip([uids[place] for place in known.tolist()], at(rows[known]), strict=True))
 
 
 def check_folder(path: str | os.PathLike[str]) -> Path:
@@ -211,9 +207,9 @@ def _check(source: Source, raw: RawData) -> None:
     for split, table in raw.queries.items():
         _check_lengths(source, table, source.queries_at[split])
     if not raw.num_labels:
-        source.note("no labels", "labels", 0)
+        source.note("no labels", "labels")
     if not raw.queries["train"].num_rows:
-        source.note("no training queries", "train", 0)
+        source.note("no training queries", "train")
     for (other_split, other), (split, table) in itertools.combinations(raw.queries.items(), 2):
         shared = np.flatnonzero(source.rows_of(table["uid"], other["uid"]) >= 0)
         kind = f"query of another split again in {split} (leak)"
@@ -221,13 +217,10 @@ def _check(source: Source, raw: RawData) -> None:
         source.note_rows(kind, source.queries_at[split], shared, detail, table["uid"])
 
 
-def _check_lengths(source: Source, texts: pa.Table, at: tuple[str, Lines]) -> None:
+def _check_lengths(source: Source, texts: pa.Table, at: Places) -> None:
     limit = source.bounds.max_text_chars
     kind = f"text of more than raw.max_text_chars = {limit:,} characters"
     for column in ("title", "content"):
-        lengths = source.numbers(np.int32)
-        for block in texts[column].chunks:
-            lengths.add(pc.utf8_length(block))
-        length_N = lengths.array()
-        too_long = np.flatnonzero(length_N > limit)
+        length_N = pc.utf8_length(texts[column])
+        too_long = np.flatnonzero(pc.greater(length_N, limit))
         source.note_rows(kind, at, too_long, f"{column}: {{}}", length_N)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 import zipfile
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,10 +25,10 @@ from scipy.sparse import csr_matrix, load_npz
 from unidec.config import RawBounds
 from unidec.data.database import database, fill, first_rows, one_row, ordered
 from unidec.data.formats import folder
-from unidec.data.raw import TEXT_SCHEMA, RawData, row_uids, text_table
+from unidec.data.raw import TEXT_SCHEMA, RawData
 from unidec.data.raw_lines import DEFAULT_BOUNDS, Report, check_unpacked, decode, read_lines
 from unidec.data.spool import Numbers, csr_on_disk, table_on_disk
-from unidec.data.table_file import in_blocks
+from unidec.data.table_file import text_blocks
 from unidec.errors import DataError
 
 MAX_SAMPLES = 20
@@ -43,13 +42,21 @@ _NO_MATRIX = (
     KeyError,
     EOFError,
 )  # of the readers of npz files
-Lines = Callable[[np.ndarray], np.ndarray]
-"""Maps rows (from 0) to line numbers (from 1) in their file; called only for samples."""
+Places = Callable[[np.ndarray], list[str]]
+"""Maps rows (from 0) to their places, as `file:line`; called only for samples."""
+PAIR = np.dtype([("query", np.int32), ("label", np.int64), ("value", np.float64)])
 
 
-def next_line(rows: np.ndarray) -> np.ndarray:
-    """`Lines` for a file without header and blank lines."""
-    return np.asarray(rows) + 1
+def places_in(name: str, line_of: Callable[[np.ndarray], np.ndarray] | None = None) -> Places:
+    """The places of rows in a file; `line_of` gives their lines (from 1). None: the file has
+    neither header nor blank lines.
+    """
+
+    def places(rows: np.ndarray) -> list[str]:
+        lines = rows + 1 if line_of is None else line_of(rows)
+        return [f"{name}:{line}" for line in lines.tolist()]
+
+    return places
 
 
 class Source:
@@ -60,8 +67,8 @@ class Source:
         samples: the first errors of each kind as `file:line`.
         fixes: how to correct some of these errors.
         read: the files that were read, by relative path.
-        queries_at: by split, the file of its queries and the `Lines` of its rows.
-        labels_at: the file of the labels and the `Lines` of its rows.
+        queries_at: by split, the `Places` of its queries.
+        labels_at: the `Places` of the labels.
         scratch: folder for temporary files; None: the system's.
         fix: general advice that ends the error message.
     """
@@ -78,16 +85,16 @@ class Source:
         self.samples: dict[str, list[str]] = {}
         self.fixes: list[str] = []
         self.read: dict[str, Path] = {}
-        self.queries_at: dict[str, tuple[str, Lines]] = {}
-        self.labels_at: tuple[str, Lines] = ("", next_line)
+        self.queries_at: dict[str, Places] = {}
+        self.labels_at = places_in("labels")
 
-    def note(self, kind: str, file: str, line: int, detail: object = "") -> None:
+    def note(self, kind: str, place: str, detail: object = "") -> None:
         """Record one error."""
         self.count[kind] += 1
         samples = self.samples.setdefault(kind, [])
         if len(samples) < MAX_SAMPLES:
             text = str(detail)[:200]
-            samples.append(f"{file}:{line}" + (f" ({text})" if text else ""))
+            samples.append(f"{place} ({text})" if text else place)
 
     def advise(self, fix: str) -> None:
         """Record how to correct an error, once."""
@@ -95,18 +102,17 @@ class Source:
             self.fixes.append(fix)
 
     def note_rows(
-        self, kind: str, at: tuple[str, Lines], rows: np.ndarray, detail: str, *columns: Any
+        self, kind: str, at: Places, rows: np.ndarray, detail: str, *columns: Any
     ) -> None:
         """Record an error for each of these rows of a file; `detail` is a format string for the
         columns' values.
         """
         if not len(rows):
             return
-        file, lines = at
         first = rows[:MAX_SAMPLES]
-        for row, line in zip(first.tolist(), lines(first).tolist(), strict=True):
+        for row, place in zip(first.tolist(), at(first), strict=True):
             values = [column[row] for column in columns]
-            self.note(kind, file, line, detail.format(*values))
+            self.note(kind, place, detail.format(*values))
         self.count[kind] += len(rows) - len(first)
 
     def stop(self) -> None:
@@ -155,7 +161,7 @@ class Source:
     def report(self, path: Path) -> Report:
         """A `Report` that records the errors of a file."""
         name = self.name(path)
-        return lambda what, line, got: self.note(what, name, line, got)
+        return lambda what, line, got: self.note(what, f"{name}:{line}", got)
 
     def texts(self, path: Path, first: int = 0) -> pa.Table:
         """The lines of a file as titles; their uids are row numbers from `first`."""
@@ -163,13 +169,8 @@ class Source:
         lines = read_lines(path, self.bounds)
         texts = (decode(line, number, report).removesuffix("\r") for number, line in lines)
 
-        def blocks() -> Iterator[pa.Table]:
-            row = first
-            for block in in_blocks(texts):
-                yield text_table(row_uids(row, len(block)), block)
-                row += len(block)
-
-        return table_on_disk(blocks(), TEXT_SCHEMA, self.scratch)
+        rows = ((str(row), text, "") for row, text in enumerate(texts, first))
+        return table_on_disk(text_blocks(rows, TEXT_SCHEMA), TEXT_SCHEMA, self.scratch)
 
     def numbers(self, dtype: npt.DTypeLike) -> Numbers:
         """An empty array that grows."""
@@ -195,13 +196,19 @@ class Layout:
     read: Callable[[Source], RawData]
 
 
+# `value` is stored: a `given` value beyond float32 becomes 0, which is no relevance
+_STORED = """
+CREATE TABLE pairs AS SELECT *, coalesce(TRY_CAST(given AS FLOAT), 0) AS value FROM given
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
     """The pairs of a file, before they are checked.
 
     Attributes:
         source: records the errors.
-        at: the file and the `Lines` of its pairs.
+        at: the places of the pairs.
         query_P, label_P: row numbers of queries and labels.
         value_P: relevance as float64, NaN if it is not a number; None for filter pairs, which have
             no relevance.
@@ -210,7 +217,7 @@ class Pairs:
     """
 
     source: Source
-    at: tuple[str, Lines]
+    at: Places
     query_P: np.ndarray
     label_P: np.ndarray
     value_P: np.ndarray | None
@@ -227,7 +234,7 @@ class Pairs:
         good = f"FROM pairs WHERE {query} AND {label} AND {value}"
         again = "row_number() OVER (PARTITION BY query, label ORDER BY place) > 1"
         with database(self.source.scratch) as tables:
-            fill(tables, "CREATE TABLE pairs AS SELECT * FROM given", self._blocks())
+            fill(tables, _STORED, self._blocks())
 
             def note(kind: str, bad: str, detail: str, *columns: Any) -> None:
                 found = tables.execute(f"SELECT place {bad} ORDER BY place").fetchnumpy()["place"]
@@ -253,18 +260,15 @@ class Pairs:
         return matrix
 
     def _blocks(self) -> Iterator[pa.Table]:
-        """All pairs; `given` is the value in the file, `value` the float32 value that is stored."""
+        """All pairs; `given` is the value in the file."""
         for start in range(0, max(len(self.query_P), 1), BLOCK_PAIRS):
             block = slice(start, start + BLOCK_PAIRS)
             query_P = self.query_P[block]
             given_P = np.ones(len(query_P)) if self.value_P is None else self.value_P[block]
-            with np.errstate(over="ignore", under="ignore"):
-                value_P = given_P.astype(np.float32)
             columns = {
                 "query": query_P,
                 "label": self.label_P[block],
                 "given": given_P,
-                "value": value_P,
                 "place": np.arange(start, start + len(query_P)),
             }
             yield pa.table(columns)
@@ -281,25 +285,17 @@ def read_sparse_text(source: Source, path: Path, shape: tuple[int, int]) -> Pair
     lines = read_lines(path, source.bounds)
     _, header = next(lines, (1, b""))
     _check_header(f"{path}:1", header.decode("utf-8", "replace").split(), shape)
-    query = source.numbers(np.int32)
-    label = source.numbers(np.int64)
-    value = source.numbers(np.float64)
+    pairs = source.numbers(PAIR)
     number = 1
     for number, line in lines:
-        labels = array("q")
-        values = array("d")
+        found = []
         for token in line.split():
             try:
-                index, relevance = token.split(b":")
-                relevance_number = float(relevance)
-                labels.append(int(index))
+                label, relevance = token.split(b":")
+                found.append((number - 2, np.int64(int(label)), float(relevance)))
             except (ValueError, OverflowError):
                 report("not `label:relevance`", number, _shown(token))
-                continue
-            values.append(relevance_number)
-        query.extend([number - 2] * len(labels))
-        label.extend(labels)
-        value.extend(values)
+        pairs.add(found)
     if number - 1 != shape[0]:
         raise DataError(
             "row counts differ",
@@ -307,13 +303,13 @@ def read_sparse_text(source: Source, path: Path, shape: tuple[int, int]) -> Pair
             got=f"{number - 1:,} rows",
             expected=shape[0],
         )
-    query_P = query.array()
+    pair_P = pairs.array()
     return Pairs(
         source=source,
-        at=(source.name(path), lambda pair_P: query_P[pair_P] + 2),
-        query_P=query_P,
-        label_P=label.array(),
-        value_P=value.array(),
+        at=places_in(source.name(path), lambda rows: pair_P["query"][rows] + 2),
+        query_P=pair_P["query"],
+        label_P=pair_P["label"],
+        value_P=pair_P["value"],
     )
 
 
@@ -342,14 +338,14 @@ def read_filter_text(source: Source, path: Path) -> Pairs:
     for number, line in read_lines(path, source.bounds):
         try:
             query, label = map(int, line.split())
-            numbers.extend((query, label, number))
+            numbers.add((query, label, number))
         except (ValueError, OverflowError):
             if line.strip():
                 report("not `query_row label_row`", number, _shown(line))
     query_P, label_P, line_P = numbers.array().reshape(-1, 3).T
     return Pairs(
         source=source,
-        at=(source.name(path), line_P.__getitem__),
+        at=places_in(source.name(path), line_P.__getitem__),
         query_P=query_P,
         label_P=label_P,
         value_P=None,
@@ -390,7 +386,7 @@ def read_npz(source: Source, path: Path, shape: tuple[int, int]) -> Pairs:
         ) from error
     return Pairs(
         source=source,
-        at=(source.name(path), lambda pair_P: next_line(pairs.row[pair_P])),
+        at=places_in(source.name(path), lambda rows: pairs.row[rows] + 1),
         query_P=pairs.row,
         label_P=pairs.col,
         value_P=value_P,

@@ -9,7 +9,6 @@ Legend: P pairs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import pandas as pd
 import pyarrow as pa
 from scipy.sparse import coo_matrix, issparse
 
-from unidec.data.formats.files import Lines, Pairs, Source
+from unidec.data.formats.files import Source, places_in
 from unidec.data.formats.tables import (
     LABEL_COLUMNS,
     PAIR_COLUMNS,
@@ -46,55 +45,6 @@ class Given(Source):
     fix = "correct these rows (positions count from 0); nothing was trained"
 
 
-@dataclass(frozen=True)
-class PairMatrix:
-    """Pairs as a matrix [queries, labels], whose rows and columns are in the order of the tables.
-
-    Attributes:
-        at: name and `Lines` of the pairs, whose line numbers are their matrix rows.
-        matrix: all stored entries; explicit zeros are not pairs.
-        columns: empty, for the protocol `GivenPairs`.
-    """
-
-    at: tuple[str, Lines]
-    matrix: coo_matrix
-    columns: dict[str, pa.ChunkedArray] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, given: Any) -> PairMatrix:
-        """Pairs from a sparse or dense matrix. Repeated entries are kept, so that they are reported
-        as pairs given twice.
-        """
-        matrix = coo_matrix(given)
-        return cls(("pairs", matrix.row.__getitem__), matrix)
-
-    def pairs(self, source: Source, queries: pa.Table, labels: pa.Table) -> Pairs:
-        """The entries as pairs."""
-        shape = (queries.num_rows, labels.num_rows)
-        got = self.matrix.shape
-        if got != shape:
-            raise DataError("pairs have the wrong shape", where="pairs", got=got, expected=shape)
-        kind = self.matrix.dtype
-        if kind.kind not in "biuf":
-            raise DataError(
-                "the matrix does not hold numbers",
-                where="pairs",
-                got=kind,
-                expected="numbers of at least 0",
-            )
-        value_P = self.matrix.data.astype(np.float64)
-        stored = value_P != 0
-        row_P = self.matrix.row[stored]
-        label_P = self.matrix.col[stored]
-        return Pairs(
-            source=source,
-            at=(self.at[0], row_P.__getitem__),
-            query_P=row_P,
-            label_P=label_P,
-            value_P=value_P[stored],
-        )
-
-
 def read_given(source: Given, queries: Any, labels: Any, pairs: Any) -> RawData:
     """Read a data set from memory.
 
@@ -110,7 +60,7 @@ def read_given(source: Given, queries: Any, labels: Any, pairs: Any) -> RawData:
     query_table = _text_table(source, queries, "queries", QUERY_COLUMNS)
     if not isinstance(labels, Table):
         labels = _text_table(source, labels, "labels", LABEL_COLUMNS)
-    found = _pairs(source, pairs, (query_table.num_rows, labels.num_rows))
+    found = _pairs(source, pairs, query_table, labels)
     return join_tables(source, query_table, labels, found)
 
 
@@ -118,7 +68,7 @@ def known_labels(uids: pa.Array, titles: pa.Array) -> Table:
     """The labels of a model as a table."""
     table = pa.table({"id": uids, "text": titles})
     columns = {name: table[name].cast(pa.large_string()) for name in table.column_names}
-    return Table(("labels", np.asarray), columns, table.num_rows)
+    return Table(places_in("labels", np.asarray), columns, table.num_rows)
 
 
 def listed(given: Any, what: str) -> list[Any]:
@@ -127,24 +77,20 @@ def listed(given: Any, what: str) -> list[Any]:
     Raises:
         DataError: a single text, or something without an order or with more than one dimension.
     """
+    shape = getattr(given, "shape", ())
+    got = type(given).__name__
     if isinstance(given, str | bytes):
-        raise DataError("expected a list of texts, got a single text", where=what, fix="[text]")
-    if isinstance(given, np.ndarray) and given.ndim != 1:
-        raise DataError(
-            "expected a list of texts",
-            where=what,
-            got=f"an array of shape {given.shape}",
-            expected="one dimension",
-        )
-    if isinstance(given, Sequence):
+        got = "a single text"
+    elif len(shape) > 1:
+        got = f"an array of shape {shape}"
+    elif isinstance(given, Sequence):
         return list(given)
-    # of numpy and pandas, Arrow, polars
-    for name in ("tolist", "to_pylist", "to_list"):
-        if hasattr(given, name) and not hasattr(given, "columns"):
-            return list(getattr(given, name)())
-    raise DataError(
-        "expected a list of texts", where=what, got=type(given).__name__, fix=f"list({what})"
-    )
+    else:
+        # of numpy and pandas, Arrow, polars
+        for name in ("tolist", "to_pylist", "to_list"):
+            if hasattr(given, name):
+                return list(getattr(given, name)())
+    raise DataError("expected a list of texts", where=what, got=got, fix=f"[text], or list({what})")
 
 
 def _text_table(
@@ -179,25 +125,56 @@ def _text_table(
     return table
 
 
-def _pairs(source: Given, given: Any, shape: tuple[int, int]) -> Table | PairMatrix:
-    """Pairs as a table, or a matrix.
+def _pairs(source: Given, given: Any, queries: Table, labels: Table) -> Table:
+    """Pairs as a table.
 
     Args:
         given: a table with columns query_id, label_id and optionally relevance and split; a list of
             tuples (query, label) or (query, label, relevance); or a matrix [queries, labels],
-            sparse or dense.
-        shape: numbers of queries and labels.
+            sparse or dense. An array with two or three columns of ids is a list of pairs.
     """
-    if issparse(given):
-        return PairMatrix.of(given)
-    if isinstance(given, np.ndarray):
-        return _array_of_pairs(source, given, shape)
+    if issparse(given) or isinstance(given, np.ndarray):
+        is_list = given.dtype.kind in "iuUO" and given.ndim == 2 and given.shape[1] in (2, 3)
+        if issparse(given) or not is_list:
+            return _entries(given, queries, labels)
+        if given.dtype.kind in "iu" and given.shape == (queries.num_rows, labels.num_rows):
+            raise DataError(
+                "ambiguous: an array of this shape may be a matrix of queries and labels, or a "
+                "list of pairs",
+                where="pairs",
+                got=given.shape,
+                fix=_AMBIGUOUS,
+            )
+        given = list(map(tuple, given.tolist()))
     named = _columns_of(given, "pairs")
     if named is None:
-        return _list_of_pairs(source, given, shape[0])
+        return _list_of_pairs(source, given, queries.num_rows)
     if isinstance(given, pd.DataFrame):
         _refuse_named_index(given, "pairs")
     return _table(source, "pairs", named, PAIR_COLUMNS)
+
+
+def _entries(given: Any, queries: Table, labels: Table) -> Table:
+    """The entries of a matrix, whose rows and columns are in the order of the tables. Explicit
+    zeros are not pairs; repeated entries are kept, so that they are reported as pairs given twice.
+    """
+    shape = (queries.num_rows, labels.num_rows)
+    if given.shape != shape or given.dtype.kind not in "biuf":
+        raise DataError(
+            "pairs have the wrong shape, or the matrix does not hold numbers",
+            where="pairs",
+            got=f"{given.dtype} {given.shape}",
+            expected=f"numbers of at least 0, {shape}, or whole numbers or texts in two columns",
+        )
+    matrix = coo_matrix(given)
+    stored = np.flatnonzero(matrix.data)
+    row_P = matrix.row[stored]
+    columns = {
+        "query_id": queries.columns["id"].take(pa.array(row_P)),
+        "label_id": labels.columns["id"].take(pa.array(matrix.col[stored])),
+        "relevance": pa.chunked_array([matrix.data[stored].astype(np.float64)]),
+    }
+    return Table(places_in("pairs", row_P.__getitem__), columns, len(stored))
 
 
 def _columns_of(given: Any, what: str) -> list[tuple[str, list[Any]]] | None:
@@ -278,33 +255,6 @@ def _list_of_pairs(source: Given, given: Any, num_queries: int) -> Table:
     return _table(source, "pairs", list(zip(names, columns, strict=False)), PAIR_COLUMNS)
 
 
-def _array_of_pairs(source: Given, given: np.ndarray, shape: tuple[int, int]) -> Table | PairMatrix:
-    """An array is a matrix by its shape, or a list of pairs if it holds ids in two or three
-    columns.
-    """
-    kind = given.dtype.kind
-    is_matrix = kind in "biuf" and given.shape == shape
-    is_pairs = kind in "iuUO" and given.ndim == 2 and given.shape[1] in (2, 3)
-    if is_matrix and is_pairs:
-        raise DataError(
-            "ambiguous: an array of this shape may be a matrix of queries and labels, or a list "
-            "of pairs",
-            where="pairs",
-            got=given.shape,
-            fix=_AMBIGUOUS,
-        )
-    if is_matrix:
-        return PairMatrix.of(given)
-    if is_pairs:
-        return _list_of_pairs(source, list(map(tuple, given.tolist())), shape[0])
-    raise DataError(
-        "pairs have the wrong shape",
-        where="pairs",
-        got=f"{given.dtype} {given.shape}",
-        expected=f"{shape}, or whole numbers or texts in two columns",
-    )
-
-
 def _table(
     source: Given,
     what: str,
@@ -349,7 +299,7 @@ def _rows(
             row[name] = _plain(given)
             fault = _fault(name, row[name])
             if fault:
-                source.note(fault, what, place, repr(given)[:80])
+                source.note(fault, f"{what}:{place}", repr(given)[:80])
                 row[name] = ""
         yield place, row
 
@@ -363,6 +313,14 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, str) else value  # without subclasses of str
 
 
+_ID = (str, int), "neither a text nor a whole number"
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    **dict.fromkeys(("id", "query_id", "label_id"), _ID),
+    "relevance": ((int, float), "not a number"),
+}
+"""Types of a column's cells, and what another cell is; other columns are texts."""
+
+
 def _fault(name: str, value: Any) -> str | None:
     """The error of a cell in the column `name`; None if there is none."""
     if name == "text" and (value is None or (isinstance(value, str) and not value.strip())):
@@ -370,17 +328,14 @@ def _fault(name: str, value: Any) -> str | None:
     if value is None:
         # an id, a relevance or a split that is missing is found by the checks of all tables
         return None
-    if isinstance(value, str):
-        if not is_unicode(value):
-            return f"{name} is not valid Unicode"
-        return "relevance is not a number" if name == "relevance" else None
-    if name in ("id", "query_id", "label_id"):
-        if isinstance(value, float):
-            return (
-                f"{name} is a float: 7.0 is not the id 7 (pandas makes floats of ids beside "
-                "missing values: Int64)"
-            )
-        return None if type(value) is int else f"{name} is neither a text nor a whole number"
-    if name == "relevance":
-        return None if type(value) in (int, float) else "relevance is not a number"
-    return f"{name} is not a text"
+    if isinstance(value, str) and not is_unicode(value):
+        return f"{name} is not valid Unicode"
+    kinds, else_is = _KINDS.get(name, ((str,), "not a text"))
+    if type(value) in kinds:
+        return None
+    if kinds == _ID[0] and isinstance(value, float):
+        return (
+            f"{name} is a float: 7.0 is not the id 7 (pandas makes floats of ids beside missing "
+            "values: Int64)"
+        )
+    return f"{name} is {else_is}"

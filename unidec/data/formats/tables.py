@@ -14,22 +14,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from scipy.sparse import csr_matrix
 
-from unidec.data.formats.files import MAX_SAMPLES, Layout, Lines, Pairs, Source
+from unidec.data.formats.files import Layout, Pairs, Places, Source, places_in
 from unidec.data.lookalike import Known, difference, names_like, plain, visible
 from unidec.data.raw import SPLITS, RawData, text_table
-from unidec.data.spool import table_on_disk
-from unidec.data.table_file import columns_missing, no_text, read_rows
+from unidec.data.spool import table_on_disk, take_pairs, take_texts
+from unidec.data.table_file import columns_missing, no_text, read_rows, text_blocks
 
-# rows and characters in memory as Python objects
-MOST_ROWS = 4096
-MOST_CHARS = 16 << 20
 QUERIES, LABELS, PAIRS, FILTERS = (
     [f"{stem}.{kind}" for kind in ("csv", "tsv", "parquet", "jsonl")]
     for stem in ("queries", "labels", "pairs", "filters")
@@ -44,28 +41,16 @@ QRELS = {
 }
 
 
-class GivenPairs(Protocol):
-    """Pairs before their uids are looked up: a `Table`, or a matrix (`memory.PairMatrix`)."""
-
-    @property
-    def at(self) -> tuple[str, Lines]: ...
-
-    @property
-    def columns(self) -> dict[str, pa.ChunkedArray]: ...
-
-    def pairs(self, source: Source, queries: pa.Table, labels: pa.Table) -> Pairs: ...
-
-
 @dataclass(frozen=True)
 class Table:
     """The contents of a table file or of a table in memory.
 
     Attributes:
-        at: name of the file or table, and the `Lines` of its rows.
-        columns: the columns as strings; "" for a missing value.
+        at: the places of its rows.
+        columns: the columns as strings; "" for a missing value. The relevance may be numbers.
     """
 
-    at: tuple[str, Lines]
+    at: Places
     columns: dict[str, pa.ChunkedArray]
     num_rows: int
 
@@ -81,7 +66,7 @@ class Table:
         if given is not None:
             values = source.numbers(np.float64)
             for block in given.chunks:
-                values.extend(map(_number, block.to_pylist()))
+                values.add([_number(value) for value in block.to_pylist()])
             value_P = values.array()
         return Pairs(
             source=source,
@@ -125,7 +110,7 @@ def _read_tables(source: Source) -> RawData:
 
 
 def join_tables(
-    source: Source, queries: Table, labels: Table, pairs: GivenPairs, filters: Table | None = None
+    source: Source, queries: Table, labels: Table, pairs: Table, filters: Table | None = None
 ) -> RawData:
     """The data set of these tables: pairs are looked up by uid, and each query belongs to one
     split.
@@ -139,66 +124,50 @@ def join_tables(
     query_texts = queries.texts(source, "query")
     positives = pairs.pairs(source, query_texts, label_texts)
     split_N = _splits(queries, pairs, positives.query_P, source)
-    relevance = positives.matrix((query_texts.num_rows, label_texts.num_rows))
-    raw = _unsplit(source, query_texts, label_texts, relevance)
+    shape = (query_texts.num_rows, label_texts.num_rows)
+    relevance = positives.matrix(shape)
+    filter_pairs = csr_matrix(shape, dtype=bool)
     if filters is not None:
-        found = replace(filters.pairs(source, query_texts, label_texts), value_P=None)
-        raw.filter_pairs["train"] = found.matrix(relevance.shape)
-    return _by_split(source, queries.at, raw, split_N)
+        found = filters.pairs(source, query_texts, label_texts)
+        filter_pairs = replace(found, value_P=None).matrix(shape)
+    raw = RawData(source.root.name, {}, label_texts, {}, {})
+    for number, split in enumerate(SPLITS):
+        rows = np.flatnonzero(split_N == number)
+        if rows.size or split == "train":
+            source.queries_at[split] = places_of(queries.at, rows)
+            raw.queries[split] = take_texts(query_texts, rows, source.scratch)
+            raw.relevance[split] = take_pairs(relevance, rows, source.scratch)
+            raw.filter_pairs[split] = take_pairs(filter_pairs, rows, source.scratch)
+    return raw
 
 
 def _read_beir(source: Source) -> RawData:
     """Pairs with a score of 0, which were judged not relevant, are skipped."""
     columns = ("_id", "title", "text")
-    corpus = read_table(source, source.need("corpus.jsonl"), ("_id",), columns[1:])
-    queries = read_table(source, source.need("queries.jsonl"), ("_id",), columns[1:])
+    corpus = read_table(source, source.need("corpus.jsonl"), columns[:1], columns[1:])
+    queries = read_table(source, source.need("queries.jsonl"), columns[:1], columns[1:])
     source.labels_at = corpus.at
     label_texts = corpus.texts(source, "label", columns)
     query_texts = queries.texts(source, "query", columns)
-    split_N = np.full(queries.num_rows, -1, dtype=np.int8)
-    relevance = csr_matrix((queries.num_rows, corpus.num_rows), dtype=np.float32)
-    for number, split in enumerate(SPLITS):
-        file = QRELS[split]
+    raw = RawData(source.root.name, {}, label_texts, {}, {})
+    for split, file in QRELS.items():
         path = source.need(file) if split == "train" else source.find(file)
         if path is None:
             continue
         table = read_table(source, path, ("query-id", "corpus-id", "score"))
         pairs = table.pairs(source, query_texts, label_texts)
         rows = np.unique(pairs.query_P[pairs.query_P >= 0])
-        leaked = rows[~np.isin(split_N[rows], (-1, number))]
-        kind = f"query of another split again in {split} (leak)"
-        others = {row: SPLITS[split_N[row]] for row in leaked[:MAX_SAMPLES].tolist()}
-        source.note_rows(kind, queries.at, leaked, "{}", others)
-        split_N[rows] = number
-        relevance += pairs.matrix(relevance.shape, zero_is_no_pair=True)
-    raw = _unsplit(source, query_texts, label_texts, relevance)
-    return _by_split(source, queries.at, raw, split_N)
+        relevance = pairs.matrix((queries.num_rows, corpus.num_rows), zero_is_no_pair=True)
+        source.queries_at[split] = places_of(queries.at, rows)
+        raw.queries[split] = take_texts(query_texts, rows, source.scratch)
+        raw.relevance[split] = take_pairs(relevance, rows, source.scratch)
+        raw.filter_pairs[split] = csr_matrix((len(rows), corpus.num_rows), dtype=bool)
+    return raw
 
 
-def _unsplit(source: Source, queries: pa.Table, labels: pa.Table, relevance: csr_matrix) -> RawData:
-    """Raw data with all queries in "train", without filter pairs."""
-    none = csr_matrix(relevance.shape, dtype=bool)
-    return RawData(
-        source.root.name, {"train": queries}, labels, {"train": relevance}, {"train": none}
-    )
-
-
-def _by_split(
-    source: Source, queries_at: tuple[str, Lines], raw: RawData, split_N: np.ndarray
-) -> RawData:
-    """Divide raw data, with all queries in "train", into splits by each query's split number."""
-    file, lines = queries_at
-    rows_by_split: dict[str, np.ndarray] = {}
-    for number, split in enumerate(SPLITS):
-        rows = np.flatnonzero(split_N == number)
-        if rows.size or split == "train":
-            rows_by_split[split] = rows
-            source.queries_at[split] = (file, _lines_of(lines, rows))
-    return raw.take(rows_by_split, source.scratch)
-
-
-def _lines_of(lines: Lines, rows: np.ndarray) -> Lines:
-    return lambda places: lines(rows[places])
+def places_of(at: Places, rows: np.ndarray) -> Places:
+    """The places of these rows of a file, numbered from 0."""
+    return lambda chosen: at(rows[chosen])
 
 
 def read_table(
@@ -257,40 +226,20 @@ def table_of(
     cells = _Cells(source, name, needed)
     lines = source.numbers(np.int64)
     present = set(needed)
-    texts: dict[str, list[str]] = {column: [] for column in wanted}
 
-    def blocks() -> Iterator[pa.Table]:
-        size = 0
-        num_rows = 0
+    def texts() -> Iterator[list[str]]:
         for line, row in rows:
             look(row, line)
-            for column, block in texts.items():
-                if column in row:
-                    present.add(column)
-                block.append(cells.text(row, column, line))
-                size += len(block[-1])
-            lines.extend([line])
-            num_rows += 1
-            if size > MOST_CHARS or num_rows == MOST_ROWS:
-                yield _block(texts)
-                size = 0
-                num_rows = 0
+            present.update(column for column in optional if column in row)
+            lines.add([line])
+            yield [cells.text(row, column, line) for column in wanted]
             del row  # free it before the next row, which may be large, is read
-        yield _block(texts)
 
     schema = pa.schema([(column, pa.large_string()) for column in wanted])
-    table = table_on_disk(blocks(), schema, source.scratch)
-    line_N = lines.array()
+    table = table_on_disk(text_blocks(texts(), schema), schema, source.scratch)
     columns_present = {column: table[column] for column in wanted if column in present}
-    return Table((name, line_N.__getitem__), columns_present, table.num_rows)
-
-
-def _block(texts: dict[str, list[str]]) -> pa.Table:
-    """A table of these columns; their lists are cleared."""
-    arrays = [pa.array(block, pa.large_string()) for block in texts.values()]
-    for block in texts.values():
-        block.clear()
-    return pa.table(arrays, list(texts))
+    at = places_in(name, lines.array().__getitem__)
+    return Table(at, columns_present, table.num_rows)
 
 
 @dataclass(frozen=True)
@@ -314,19 +263,20 @@ class _Cells:
         if kind in (int, float) and value == value:
             return str(value)
         if value is not None and kind is not float:
-            self.source.note(f"{column} is not a text", self.name, line, kind.__name__)
+            place = f"{self.name}:{line}"
+            self.source.note(f"{column} is not a text", place, kind.__name__)
             self.source.advise(no_text(value))
         # for an empty row an error is already recorded: it is not a JSON object
         elif column in self.needed and row:
             names = list(map(str, row))
-            self.source.note(f"no {column}", self.name, line, ", ".join(names)[:80])
+            self.source.note(f"no {column}", f"{self.name}:{line}", ", ".join(names)[:80])
             if column not in row and (fix := names_like(names, [column])):
                 self.source.advise(fix)
         return ""
 
 
 def _note_unknown(
-    source: Source, at: tuple[str, Lines], what: str, uids: dict[int, str], known: pa.ChunkedArray
+    source: Source, at: Places, what: str, uids: dict[int, str], known: pa.ChunkedArray
 ) -> None:
     """Record pairs with an unknown uid (`uids`: by row), each with the known uid that it resembles
     and how they differ.
@@ -347,35 +297,35 @@ def _note_unknown(
         )
 
 
-def check_uids(source: Source, uids: pa.ChunkedArray, at: tuple[str, Lines], what: str) -> None:
+def check_uids(source: Source, uids: pa.ChunkedArray, at: Places, what: str) -> None:
     """Record an error for every repeated and every empty uid."""
     is_bad_N = source.rows_of(uids, uids) != np.arange(len(uids))
     is_bad_N |= pc.equal(uids, "").to_numpy(zero_copy_only=False)
     source.note_rows(f"{what} uid empty or given twice", at, np.flatnonzero(is_bad_N), "{}", uids)
 
 
-def _splits(queries: Table, pairs: GivenPairs, query_P: np.ndarray, source: Source) -> np.ndarray:
+def _splits(queries: Table, pairs: Table, query_P: np.ndarray, source: Source) -> np.ndarray:
     """Index in SPLITS of each query's split (int8 [N]): from the queries' column "split", else from
     the pairs' column, else 0 ("train"). -1 for an unknown split, which is recorded as an error.
     """
     split_N = np.zeros(queries.num_rows, dtype=np.int8)
-    if "split" in queries.columns:
+    kind = "query with pairs in two splits (leak)"
+    of_queries = "split" in queries.columns
+    if of_queries:
         split_N = _split_numbers(queries, source)
         kind = "pair in another split than its query"
-    else:
-        kind = "query with pairs in two splits (leak)"
     if "split" not in pairs.columns:
         return split_N
     split_P = _split_numbers(pairs, source)
     known = np.flatnonzero(query_P >= 0)
-    if "split" not in queries.columns:
+    if not of_queries:
         split_N[query_P[known]] = split_P[known]
     differ = known[split_N[query_P[known]] != split_P[known]]
     source.note_rows(kind, pairs.at, differ, "query {}", pairs.columns["query_id"])
     return split_N
 
 
-def _split_numbers(table: Table | GivenPairs, source: Source) -> np.ndarray:
+def _split_numbers(table: Table, source: Source) -> np.ndarray:
     names = pc.utf8_lower(pc.utf8_trim_whitespace(table.columns["split"]))
     numbers = pc.index_in(names, value_set=pa.array(SPLITS, pa.large_string()))
     number_N = pc.fill_null(numbers, -1).to_numpy(zero_copy_only=False).astype(np.int8)

@@ -8,34 +8,33 @@ is empty.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+from pydantic import BaseModel, Field, ValidationError
 from scipy.sparse import csr_matrix
 
 from unidec.data.formats.files import (
+    PAIR,
     Layout,
-    Lines,
     Pairs,
+    Places,
     Source,
-    next_line,
+    places_in,
     read_filter_text,
     read_npz,
     read_sparse_text,
 )
-from unidec.data.formats.tables import Table, check_uids, read_table
-from unidec.data.raw import TEXT_SCHEMA, RawData, row_uids, text_table
-from unidec.data.spool import BLOCK_ROWS, table_on_disk
+from unidec.data.formats.tables import check_uids, read_table
+from unidec.data.raw import TEXT_SCHEMA, RawData, text_table
 from unidec.errors import DataError
 
 SHORT = {"train": "trn", "test": "tst"}
-Queries = tuple[pa.Table, tuple[str, Lines], Pairs]
-"""Texts of a split, their file with the `Lines` of its rows, and their pairs."""
+Queries = tuple[pa.Table, Places, Pairs]
+"""Texts of a split, their places, and their pairs."""
 
 
 def _read(
@@ -108,70 +107,56 @@ def _read_json(source: Source) -> RawData:
 def _read_objects(source: Source, path: Path, what: str, first: int) -> Queries:
     """Read texts, and targets of queries. A row without a uid gets its row number plus `first`."""
     report = source.report(path)
-    queries = source.numbers(np.int32)
+    targets = source.numbers(PAIR)
     rows = itertools.count()
-    labels = source.numbers(np.int64)
-    values = source.numbers(np.float64)
 
     def add_targets(item: dict[str, Any], line: int) -> None:
-        error, ind, rel = _targets(item) if what == "query" else ("", [], [])
-        if error:
-            report(error, line, "")
-        queries.extend([next(rows)] * len(ind))
-        labels.extend(ind)
-        values.extend(rel)
+        row = next(rows)
+        if what == "query" and item:  # the error of an empty row is already recorded
+            try:
+                targets.add([(row, label, value) for label, value in _targets(item)])
+            except ValueError as error:
+                report(str(error), line, "")
+        if item.get("uid") in (None, ""):
+            item["uid"] = first + row
 
     table = read_table(source, path, (), ("uid", "title", "content"), add_targets)
-    texts = table_on_disk(_named_rows(table, first), TEXT_SCHEMA, source.scratch)
+    uids, titles, contents = (table.columns.get(name) for name in TEXT_SCHEMA.names)
+    texts = text_table(uids or [], titles, contents)
     check_uids(source, texts["uid"], table.at, what)
-    query_P = queries.array()
-    file, lines = table.at
+    pair_P = targets.array()
     pairs = Pairs(
         source=source,
-        at=(file, lambda pair_P: lines(query_P[pair_P])),
-        query_P=query_P,
-        label_P=labels.array(),
-        value_P=values.array(),
+        at=lambda rows: table.at(pair_P["query"][rows]),
+        query_P=pair_P["query"],
+        label_P=pair_P["label"],
+        value_P=pair_P["value"],
     )
     return texts, table.at, pairs
 
 
-def _named_rows(table: Table, first: int) -> Iterator[pa.Table]:
-    """Uids, titles and contents in blocks. A row without a uid gets its row number plus `first`."""
-    for start in range(0, table.num_rows, BLOCK_ROWS):
-        columns = {name: column.slice(start, BLOCK_ROWS) for name, column in table.columns.items()}
-        count = min(BLOCK_ROWS, table.num_rows - start)
-        uids = row_uids(first + start, count)
-        if "uid" in columns:
-            uids = pc.if_else(pc.equal(columns["uid"], ""), uids, columns["uid"])
-        yield text_table(uids, columns.get("title"), columns.get("content"))
+class _Targets(BaseModel, strict=True):
+    """The pairs of a query: label rows, and their relevance; None: all 1."""
+
+    target_ind: list[Annotated[int, Field(gt=-(2**62), lt=2**62)]]
+    target_rel: list[float] | None = None
 
 
-def _targets(item: dict[str, Any]) -> tuple[str, list[int], list[float]]:
-    """Error of an object ("": none), its target_ind, and its target_rel (all 1 if it has none)."""
-    if not item:  # its error is already recorded
-        return "", [], []
-    if "target_ind" not in item:
-        return "no target_ind (use [] for a query without labels)", [], []
-    ind = item["target_ind"]
-    if not isinstance(ind, list) or not all(map(_is_small, ind)):
-        return "target_ind is not a list of whole numbers", [], []
-    rel = item.get("target_rel")
-    if rel is None:
-        rel = [1.0] * len(ind)
-    if not isinstance(rel, list) or not all(map(_is_number, rel)):
-        return "target_rel is not a list of numbers", [], []
-    if len(ind) != len(rel):
-        return "target_ind and target_rel have different lengths", [], []
-    return "", ind, rel
-
-
-def _is_small(value: Any) -> bool:
-    return type(value) is int and abs(value) < 2**62
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is float or _is_small(value)
+def _targets(item: dict[str, Any]) -> Sequence[tuple[int, float]]:
+    """Label row and relevance of each pair of an object. Raises ValueError: they are invalid."""
+    try:
+        found = _Targets.model_validate(item)
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "missing":
+            raise ValueError("no target_ind (use [] for a query without labels)") from error
+        kind = "whole numbers" if first["loc"][0] == "target_ind" else "numbers"
+        raise ValueError(f"{first['loc'][0]} is not a list of {kind}") from error
+    labels = found.target_ind
+    values = [1.0] * len(labels) if found.target_rel is None else found.target_rel
+    if len(labels) != len(values):
+        raise ValueError("target_ind and target_rel have different lengths")
+    return list(zip(labels, values, strict=True))
 
 
 def _read_lines(
@@ -179,8 +164,8 @@ def _read_lines(
 ) -> RawData:
     """Read files with these possible names; features (X.*.npz) are not read."""
 
-    def texts(path: Path, first: int) -> tuple[pa.Table, tuple[str, Lines]]:
-        return source.texts(path, first), (source.name(path), next_line)
+    def texts(path: Path, first: int) -> tuple[pa.Table, Places]:
+        return source.texts(path, first), places_in(source.name(path))
 
     def read_split(path: Path, short: str, first: int) -> Queries:
         table, at = texts(path, first)
