@@ -138,11 +138,7 @@ def _make(step: Step) -> None:
     else:
         result |= _run(spec, params)
         # of an interrupted earlier attempt, only the seconds of its training are known
-        recorded = 0.0
-        for line in result["curve"]:
-            refresh = line.get("refresh", {})
-            recorded += line["seconds"] + refresh.get("refresh_seconds", 0)
-        result["costs"]["total_seconds"] = max(time.time() - begin, recorded)
+        result["costs"]["total_seconds"] = max(time.time() - begin, seconds_of(result["curve"]))
         # comparable on a machine that others use too
         result["costs"]["cpu_seconds"] = time.process_time()
     write_json(RESULT, result)
@@ -164,6 +160,15 @@ def _run(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
     result["dataset"] = data_card(params)
     result["lineage"] = _lineage() | result.get("lineage", {})
     return result
+
+
+def seconds_of(curve: Iterable[Mapping[str, Any]]) -> float:
+    """Seconds of rounds and their refreshes, from lines of rounds.jsonl."""
+    return sum(line["seconds"] + _refresh_seconds(line) for line in curve)
+
+
+def _refresh_seconds(line: Mapping[str, Any]) -> float:
+    return float(line.get("refresh", {}).get("refresh_seconds", 0.0))
 
 
 def remove_checkpoints(folder: Path) -> None:
@@ -203,11 +208,10 @@ def _trained(params: Params) -> dict[str, Any]:
     assert trained is not None  # one process trains it
     run_dir = Path(trained.run_dir)
     curve = read_json_lines(run_dir / "rounds.jsonl")
-    refreshes = [line.get("refresh", {}) for line in curve]
     costs = {
         "peak_memory_bytes": float(host_peak()),
         "train_seconds": sum(line["train_seconds"] for line in curve),
-        "refresh_seconds": sum(refresh.get("refresh_seconds", 0.0) for refresh in refreshes),
+        "refresh_seconds": sum(map(_refresh_seconds, curve)),
     }
     run_id = tracking_state(run_dir).get("run_id")
     return {"costs": costs, "curve": curve, "mlflow_run": run_id}
