@@ -49,10 +49,11 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
     Raises:
         TrainingError: with the reason, which is also in failure.json.
     """
-    variables = {**os.environ, **environment, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     if stopping.is_set():
-        fix = "run it again to resume"
-        raise TrainingError("the comparison is being stopped", where=step.name, fix=fix)
+        raise TrainingError(
+            "the comparison is being stopped", where=step.name, fix="run it again to resume"
+        )
+    variables = {**os.environ, **environment, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     try:
         step.folder.mkdir(parents=True, exist_ok=True)
         write_json(step.folder / SPEC, dict(step.spec))
@@ -66,9 +67,12 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
                 process_group=0,
             )
     except OSError as error:
-        what = "the process of this run cannot be started"
-        fix = "make its folder writable, free memory or disk space, then run it again"
-        raise TrainingError(what, where=step.name, got=error, fix=fix) from error
+        raise TrainingError(
+            "the process of this run cannot be started",
+            where=step.name,
+            got=error,
+            fix="make its folder writable, free memory or disk space, then run it again",
+        ) from error
     while (code := process.poll()) is None:
         if stopping.wait(POLL_S):
             _end(process)
@@ -233,33 +237,31 @@ def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
     pipeline.evaluate(params)
     metrics = read_json(paths.METRICS)
     table = pq.read_table(paths.PREDICTIONS, columns=["labels"])
-    lists = table["labels"].to_pylist()
+    lists = table["labels"].combine_chunks()
     labels = np.full((len(lists), K), -1, dtype=np.int32)  # [n, K], -1 behind the last
-    for row, found in enumerate(lists):
-        labels[row, : len(found)] = found
+    num_n1 = lists.value_lengths().to_numpy()[:, None]
+    labels[np.arange(K) < num_n1] = lists.flatten()
     np.save(PREDICTIONS, labels, allow_pickle=False)
     bundle = Bundle.load(paths.BUNDLE, verify=False)
     model = bundle.model
-    parameters = 0
-    for part in (model.encoder, model.head_de, model.head_clf):
-        if part is not None:
-            parameters += sum(weight.numel() for weight in part.parameters())
-    for name in ("clf", "bias"):
-        if name in bundle.vectors:
-            parameters += bundle.vectors[name].size
+    parts = filter(None, (model.encoder, model.head_de, model.head_clf))
+    sizes = [weight.numel() for part in parts for weight in part.parameters()]
+    sizes += [bundle.vectors[name].size for name in ("clf", "bias") if name in bundle.vectors]
     result["costs"] |= {
         "search_ms": _search_ms(bundle, params),
-        "parameters": float(parameters),
+        "parameters": float(sum(sizes)),
         "bundle_bytes": float(folder_bytes(paths.BUNDLE)),
     }
-    result["metrics"] = metrics["test"]
-    result["validation"] = metrics.get("validation", {})
     # results are shared: without folders of this machine
-    result["params"] = {}
-    for key, value in flatten(params).items():
-        if not Path(str(value)).is_absolute():
-            result["params"][key] = value
-    return result
+    shared = {
+        key: value for key, value in flatten(params).items() if not Path(str(value)).is_absolute()
+    }
+    return {
+        **result,
+        "metrics": metrics["test"],
+        "validation": metrics["validation"],
+        "params": shared,
+    }
 
 
 def _search_ms(bundle: Any, params: Params) -> float:
@@ -277,7 +279,7 @@ def _search_ms(bundle: Any, params: Params) -> float:
 
 def _peer(name: str, params: Params) -> dict[str, Any]:
     """Run a peer, remove filtered pairs, evaluate its labels as our own, and log an MLflow run."""
-    from unidec.evaluation.metrics import evaluate, filtered_truth, remove_filtered
+    from unidec.evaluation.metrics import evaluate, remove_filtered, truth_of
     from unidec.model.encoder_folder import FROM_HERE, resolved
     from unidec.model.sources import resolve_encoder
     from unidec.tracking.run import Tracker
@@ -302,19 +304,19 @@ def _peer(name: str, params: Params) -> dict[str, Any]:
     vectors = _vectors(params, dataset) if peer.reads_vectors else None
     labels, facts = run_peer(name, dataset, settings, vectors)
     rows = dataset.rows("test")
-    filters = dataset.filter_pairs[rows]
-    truth = filtered_truth(dataset.relevance[rows], filters)
-    labels = remove_filtered(labels, filters, K)
+    labels = remove_filtered(labels, dataset.filter_pairs[rows], K)
     np.save(PREDICTIONS, labels.astype(np.int32), allow_pickle=False)
-    metrics = evaluate(labels, truth, propensity.inverse_L, propensity.group_L)
+    metrics = evaluate(labels, truth_of(dataset, rows), propensity.inverse_L, propensity.group_L)
     version = facts.pop("version")
     costs = {"peak_memory_bytes": float(host_peak()), **facts}
     tracker = Tracker(params.tracking.experiment)
     about = {"name": dataset.name, "digest": dataset.sha256, "path": str(paths.DATASET)}
     tracker.start("runs/peer", {"peer": name, "seed": params.seed}, {}, about)
-    tracker.log_final({f"test/{metric}": value for metric, value in metrics.items()})
-    tracker.log_final({f"cost/{cost}": value for cost, value in costs.items()})
-    tracker.finish("FINISHED")
+    tracker.log_final(
+        {f"test/{metric}": value for metric, value in metrics.items()}
+        | {f"cost/{cost}": value for cost, value in costs.items()}
+    )
+    tracker.finish()
     return {
         "metrics": metrics,
         "validation": {},
@@ -349,11 +351,13 @@ def _lineage() -> dict[str, str]:
     tags = code_tags()
     names = {COMMIT_TAG: "commit", DIRTY_TAG: "edited", "unidec.version": "unidec"}
     found = {short: tags[name] for name, short in names.items() if name in tags}
-    found["system"] = f"{platform.system()} {platform.machine()}"
-    found["cores"] = str(os.cpu_count())
-    found["threads"] = str(torch.get_num_threads())
-    found["python"] = platform.python_version()
-    found["torch"] = torch.__version__
+    found |= {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     return found
@@ -374,8 +378,8 @@ def _link(links: Mapping[str, str]) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         if name == "data/cache":
             Path(target).mkdir(parents=True, exist_ok=True)
-        _remove([place])
-        place.symlink_to(os.path.join(*[".."] * len(place.parent.parts), target))
+        place.unlink(missing_ok=True)
+        place.symlink_to(os.path.relpath(target, place.parent))
 
 
 if __name__ == "__main__":
