@@ -26,12 +26,13 @@ import numpy as np
 
 from unidec.comparison.jobs import START
 from unidec.comparison.peers import PEERS
-from unidec.comparison.peers.running import K, last_lines, run_peer
+from unidec.comparison.peers.running import last_lines, run_peer
 from unidec.comparison.workspace import FAILURE, LOG, MODEL, PREDICTIONS, RESULT, SPEC, Step
 from unidec.config import Params, flatten
 from unidec.data.file_lock import lock_file
 from unidec.data.storage import MANIFEST, folder_bytes, read_json, read_json_lines, write_json
 from unidec.errors import ConfigError, Stopped, TrainingError, UnidecError
+from unidec.evaluation.baselines import K
 from unidec.machine import host_peak
 from unidec.pipeline import paths
 

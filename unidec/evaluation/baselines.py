@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -71,12 +71,10 @@ def measure_baselines(dataset: XMCDataset, text: Text, inverse_L: Any, group_L: 
         of each label.
     """
     # validation queries vote too, as they do for the model
-    splits = (dataset.rows("train"), dataset.rows("validation"))
-    train = np.sort(np.concatenate(splits))
+    train = np.sort(np.concatenate([dataset.rows("train"), dataset.rows("validation")]))
     test = dataset.rows("test")
     rows = spaced(train, MAX_TRAIN)
-    scores_a_query = max(len(rows) + dataset.num_labels, 1)
-    affordable = max(MIN_TEST, MAX_SCORES // scores_a_query)
+    affordable = max(MIN_TEST, MAX_SCORES // max(len(rows) + dataset.num_labels, 1))
     places = spaced(np.arange(len(test)), min(MAX_TEST, affordable))
     try:
         if not len(train) or not len(test):
@@ -86,19 +84,14 @@ def measure_baselines(dataset: XMCDataset, text: Text, inverse_L: Any, group_L: 
     except DataError as error:
         return Baselines({}, {}, places, f"No TF-IDF baselines: {error.what}.")
     filters = dataset.filter_pairs[test[places]]
-    most_filtered = int(np.diff(filters.indptr).max(initial=0))
-    width = min(K + most_filtered, dataset.num_labels)
     label_texts = itertools.chain.from_iterable(dataset.text_batches("labels", text))
-    label_LF = vectorizer.transform(label_texts)
-    relevance_ML = truth_of(dataset, rows)
-    query_nF = vectorizer.transform(dataset.query_texts(test[places], text))
     ranked = rank(
-        train_FM=csr_matrix(train_MF.T),
-        relevance_ML=relevance_ML.astype(np.float32),
-        label_FL=csr_matrix(label_LF.T),
-        query_nF=query_nF,
+        train_MF=train_MF,
+        relevance_ML=truth_of(dataset, rows).astype(np.float32),
+        label_LF=vectorizer.transform(label_texts),
+        query_nF=vectorizer.transform(dataset.query_texts(test[places], text)),
         methods=list(BASELINES),
-        width=width,
+        width=width_of(filters),
         desc="TF-IDF baselines",
     )
     truth = filtered_truth(dataset.relevance[test[places]], filters)
@@ -142,13 +135,9 @@ def compare_with_baselines(
     runs = {}
     for system, labels in rankings.items():
         runs[system] = [by_query(labels, truth, names, inverse_L, group_L)]
-    (of_model,) = runs[MODEL]
-    names = [name for name in names if of_model[name][1].any()]
+    names = [name for name in names if runs[MODEL][0][name][1].any()]
     best = best_systems(runs, list(baselines.labels), names)
-    better = {name: runs[best[name]][0][name] for name in names}
-    pair = {MODEL: [of_model], "best": [better]}
-    compared = compare_systems(pair, "best", names, num_samples=NUM_SAMPLES)
-    return [replace(one, against=best[one.metric]) for one in compared]
+    return compare_systems(runs, best, names, systems=[MODEL], num_samples=NUM_SAMPLES)
 
 
 def verdict(compared: Sequence[Comparison]) -> str:
@@ -157,22 +146,23 @@ def verdict(compared: Sequence[Comparison]) -> str:
     """
     if not compared:
         return ""
-    gained: list[str] = []
-    lost: list[str] = []
-    undecided: list[str] = []
-    for one in compared:
-        kind = gained if one.better else lost if one.worse else undecided
-        kind.append(f"{in_words(one.metric)} {one.difference:+.1f}")
+    gained = _changes(one for one in compared if one.better)
+    lost = _changes(one for one in compared if one.worse)
+    undecided = _changes(one for one in compared if not one.better and not one.worse)
     nothing = "nothing significant"
     sentence = (
         "Against the better TF-IDF baseline of each metric, "
         f"on {compared[0].num_queries:,} test queries, "
-        f"the model gains {', '.join(gained) or nothing}; loses {', '.join(lost) or nothing}"
+        f"the model gains {gained or nothing}; loses {lost or nothing}"
     )
     if undecided:
-        sentence += f"; no significant difference: {', '.join(undecided)}"
+        sentence += f"; no significant difference: {undecided}"
     meant = "percentage points; significant: p < 0.05 in a paired test with Holm's correction"
     return f"{sentence} ({meant})."
+
+
+def _changes(compared: Iterable[Comparison]) -> str:
+    return ", ".join(f"{in_words(one.metric)} {one.difference:+.1f}" for one in compared)
 
 
 def warnings(metrics: Mapping[str, float], dataset: XMCDataset, text: Text) -> list[str]:
@@ -199,14 +189,16 @@ def warnings(metrics: Mapping[str, float], dataset: XMCDataset, text: Text) -> l
             "same text as a training query: the metrics reward memorising them. Remove them "
             "from the test split, or from training."
         )
-    trivial: list[str] = []
-    surprising: list[str] = []
-    for name, value in metrics.items():
-        if "@" in name and "/" not in name and value >= PERFECT:
-            is_trivial = _is_trivial(name, dataset.num_labels)
-            (trivial if is_trivial else surprising).append(name)
+    perfect = [
+        name
+        for name, value in metrics.items()
+        if "@" in name and "/" not in name and value >= PERFECT
+    ]
+    num_labels = dataset.num_labels
+    trivial = [name for name in perfect if _is_trivial(name, num_labels)]
+    surprising = [name for name in perfect if not _is_trivial(name, num_labels)]
     if trivial:
-        labels = f"{dataset.num_labels:,} labels"
+        labels = f"{num_labels:,} labels"
         reasons.append(f"{', '.join(trivial)}: 100.0 because the data set has only {labels}.")
     if surprising:
         reasons.append(
@@ -247,9 +239,9 @@ def fit_words(texts: Iterable[str], where: str) -> tuple[Any, csr_matrix]:
 
 
 def rank(
-    train_FM: csr_matrix,
+    train_MF: csr_matrix,
     relevance_ML: csr_matrix,
-    label_FL: csr_matrix,
+    label_LF: csr_matrix,
     query_nF: csr_matrix,
     methods: Sequence[str],
     width: int,
@@ -262,8 +254,7 @@ def rank(
     + `MATCH_WEIGHT` x match, each scaled to a row maximum of 1.
 
     Args:
-        train_FM, label_FL: float32 CSR, unit vectors as columns. query_nF: float32 CSR, unit
-        vectors as rows.
+        train_MF, label_LF, query_nF: float32 CSR, unit vectors as rows.
         relevance_ML: float32 CSR of 0 and 1.
         methods: some of the three above. width: number of labels per query. desc: of the progress
         bar.
@@ -273,6 +264,8 @@ def rank(
     """
     from sklearn.preprocessing import normalize
 
+    train_FM = csr_matrix(train_MF.T)
+    label_FL = csr_matrix(label_LF.T)
     widest = max(train_FM.shape[1], label_FL.shape[1], 1)
     block = min(BLOCK, max(1, BLOCK_SCORES // widest))
     parts: dict[str, list[NDArray[np.int64]]] = {method: [] for method in methods}
@@ -296,16 +289,21 @@ def rank(
 
 
 def largest(score: csr_matrix, count: int) -> csr_matrix:
-    """Only the `count` largest entries of each row, with all ties for the last of them."""
-    keep = np.ones(score.nnz, dtype=bool)
-    for start, end in itertools.pairwise(score.indptr):
-        row = score.data[start:end]
-        if len(row) > count:
-            place = len(row) - count
-            keep[start:end] = row >= np.partition(row, place)[place]
-    kept = np.concatenate([[0], np.cumsum(keep)])
-    parts = (score.data[keep], score.indices[keep], kept[score.indptr])
-    return csr_matrix(parts, shape=score.shape)
+    """Only the `count` largest entries of each row, with all ties for the last of them; entries are
+    positive.
+    """
+    last_n = largest_of_each(score.indptr, score.data, count)[:, -1]
+    least_n = np.append(score.data, 0.0)[last_n]  # 0 for rows with fewer entries
+    kept = score.copy()
+    kept.data[score.data < np.repeat(least_n, np.diff(score.indptr))] = 0
+    kept.eliminate_zeros()
+    return kept
+
+
+def width_of(filters: csr_matrix) -> int:
+    """Number of labels to rank, so that K remain after the filter pairs of each query."""
+    most = int(np.diff(filters.indptr).max(initial=0))
+    return min(K + most, filters.shape[1])
 
 
 def top_rows(score: csr_matrix, width: int) -> NDArray[np.int64]:

@@ -161,9 +161,10 @@ def line_chart(
             points = zip(_thinned(line.x, MAX_ROWS), _thinned(line.y, MAX_ROWS), strict=True)
             columns.append({x: y for x, y in points if math.isfinite(y)})
             names.append(line.name)
-    rows = []
-    for x in sorted(set().union(*columns)):
-        rows.append([_short(x), *(_short(column.get(x)) for column in columns)])
+    rows = [
+        [_short(x), *(_short(column.get(x)) for column in columns)]
+        for x in sorted(set().union(*columns))
+    ]
     return Chart(
         caption=caption,
         x_label=x_label,

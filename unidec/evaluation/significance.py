@@ -77,6 +77,7 @@ def compare_systems(
     against: str | Mapping[str, str],
     metrics: Sequence[str],
     *,
+    systems: Sequence[str] | None = None,
     num_samples: int | None = None,
     seed: int = 0,
 ) -> list[Comparison]:
@@ -85,6 +86,7 @@ def compare_systems(
 
     Args:
         against: the system to compare with, or metric -> system (`best_systems`).
+        systems: the systems to compare; None: all.
         num_samples: R; None: 10,000, or more if Holm's correction needs smaller p-values.
         seed: of the random draws.
 
@@ -94,7 +96,7 @@ def compare_systems(
     opponents = dict.fromkeys(metrics, against) if isinstance(against, str) else against
     compared = [
         (system, opponents[metric], metric)
-        for system in runs
+        for system in systems or runs
         for metric in metrics
         if system != opponents[metric]
     ]

@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 from packaging.requirements import Requirement
 
 from unidec.comparison.peers import PEERS
-from unidec.data.dataset import Split, Text, XMCDataset
+from unidec.data.dataset import Text, XMCDataset
+from unidec.data.raw import SPLITS
 from unidec.data.storage import write_json
 from unidec.errors import ArtifactError, DataError, TrainingError
-from unidec.evaluation.baselines import fit_words, rank, top_rows
+from unidec.evaluation.baselines import fit_words, rank, top_rows, width_of
 
 Floats = NDArray[np.float32]
-K = 100  # labels that remain after filters
 TASK = Path("peer-task")
 OUT = Path("peer-output")
 LOG = Path("peer.log")
@@ -88,22 +88,17 @@ def features(
     Raises:
         DataError: no queries to train on or to predict, or texts without a single word.
     """
-    splits: tuple[Split, ...] = ("train", "validation", "test")
-    rows: dict[str, NDArray[np.int64]] = {}
-    for split in splits:
-        rows[split] = dataset.rows(split)
-    sizes = {split: len(own) for split, own in rows.items()}
-    if not sizes["train"] or not sizes["test"]:
+    splits: dict[str, NDArray[np.int64]] = {split: dataset.rows(split) for split in SPLITS}
+    rows = {split: own for split, own in splits.items() if len(own)}
+    if not {"train", "test"} <= rows.keys():
         raise DataError(
             "an empty split",
             where=str(dataset.path),
-            got=sizes,
+            got={split: len(own) for split, own in splits.items()},
             expected="training and test queries",
         )
-    if not sizes["validation"]:
-        del rows["validation"]
-    texts = {name: list(dataset.query_texts(own, text)) for name, own in rows.items()}
-    texts["labels"] = list(dataset.label_texts(None, text))
+    texts = {name: dataset.query_texts(own, text) for name, own in rows.items()}
+    texts["labels"] = dataset.label_texts(None, text)
     vectorizer, _ = fit_words(texts["train"], str(dataset.path))
     matrices = {}
     for name, lines in texts.items():
@@ -115,9 +110,7 @@ def features(
     for name, own in rows.items():
         if name != "test":
             matrices[f"Y.{name}"] = (dataset.relevance[own] > 0).astype(np.float32)
-    filters = dataset.filter_pairs[rows["test"]]
-    most = int(np.diff(filters.indptr).max(initial=0))
-    return texts, matrices, min(K + most, dataset.num_labels)
+    return texts, matrices, width_of(dataset.filter_pairs[rows["test"]])
 
 
 def write_task(
@@ -137,25 +130,24 @@ def _tfidf(
 ) -> tuple[NDArray[np.int64], dict[str, Any]]:
     import sklearn
 
-    start = time.perf_counter()
     y_ML = matrices["Y.train"]
-    train_FM = sp.csr_matrix(matrices["X.train"].T)
-    label_FL = sp.csr_matrix(matrices["X.labels"].T)
-    trained = time.perf_counter()
+    train_MF = matrices["X.train"]
+    label_LF = matrices["X.labels"]
+    start = time.perf_counter()
     labels = rank(
-        train_FM=train_FM,
+        train_MF=train_MF,
         relevance_ML=y_ML,
-        label_FL=label_FL,
+        label_LF=label_LF,
         query_nF=matrices["X.test"],
         methods=[name],
         width=width,
         desc=name,
     )[name]
-    seconds = time.perf_counter() - trained
-    votes = train_FM.nnz + y_ML.nnz
-    stored = {"knn": votes, "label-match": label_FL.nnz, "mix": votes + label_FL.nnz}
+    seconds = time.perf_counter() - start
+    votes = train_MF.nnz + y_ML.nnz
+    stored = {"knn": votes, "label-match": label_LF.nnz, "mix": votes + label_LF.nnz}
     return labels, {
-        "train_seconds": trained - start,
+        "train_seconds": 0.0,
         "search_ms": 1000 * seconds / len(labels),
         "parameters": stored[name],
         "version": f"scikit-learn {sklearn.__version__}",
