@@ -259,8 +259,6 @@ def evaluate(
         _check_predictions(predicted_NK, relevance, len(weight_L))
     names = [name for name in metric_names() if parse(name).kind != "coverage"]
     sums = {name: np.zeros(2) for name in names}
-    num_queries = dict.fromkeys(("", *GROUPS), 0)
-    num_queries[""] = len(predicted_NK)
     # best 0-based rank at which a label was predicted correctly
     rank_L = np.full(len(weight_L), _NO_RANK)
     relevant_L = np.zeros(len(weight_L), dtype=bool)
@@ -269,15 +267,12 @@ def evaluate(
         ranked = Ranked(predicted_NK[block], relevance[block], weight_L, group_L)
         for name, (above_B, below_B) in _parts(ranked, names).items():
             sums[name] += (above_B.sum(), below_B.sum())
-        for number, group in enumerate(GROUPS):
-            row_of_group = ranked.row_E[ranked.group_E == number]
-            num_queries[group] += len(np.unique(row_of_group))
         relevant_L[ranked.label_E] = True
         hit_row, hit_rank = np.nonzero(ranked.hit_NK)
         hit_label = ranked.label_NK[hit_row, hit_rank]
         np.minimum.at(rank_L, hit_label, hit_rank)
     out = {name: percent(above, below) for name, (above, below) in sums.items()}
-    for group, count in num_queries.items():
+    for group in ("", *GROUPS):
         prefix = f"{group}/" if group else ""
         inside_L = relevant_L
         if group:
@@ -285,7 +280,8 @@ def evaluate(
         rank = rank_L[inside_L]
         for k in DEFAULT_KS:
             out[f"{prefix}coverage@{k}"] = percent(float((rank < k).sum()), rank.size)
-        out[f"{prefix}num_queries"] = float(count)
+        _, counted = sums[f"{prefix}MRR"]
+        out[f"{prefix}num_queries"] = float(counted)
     return out
 
 

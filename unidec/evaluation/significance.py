@@ -107,37 +107,34 @@ def compare_systems(
         num_samples = max(NUM_SAMPLES, round(4 * len(compared) / ALPHA))
     mean = _means(runs, metrics)
     any_run = next(iter(runs.values()))[0]
-    gaps = []
-    belows = []
-    for system, other, metric in compared:
-        gaps.append(mean[system, metric] - mean[other, metric])
-        belows.append(any_run[metric][1])
-    gap_NC = np.stack(gaps, axis=1)
-    below_NC = np.stack(belows, axis=1)
-    difference_RC = _bootstrap(gap_NC, below_NC, num_samples, seed)
-    low_C, high_C = np.percentile(difference_RC, [2.5, 97.5], axis=0)
+    ours_NC = np.stack([mean[system, metric] for system, _, metric in compared], axis=1)
+    theirs_NC = np.stack([mean[other, metric] for _, other, metric in compared], axis=1)
+    below_NC = np.stack([any_run[metric][1] for _, _, metric in compared], axis=1)
+    gap_NC = ours_NC - theirs_NC
     p_C = _randomisation(gap_NC, num_samples, seed + 1)
-    adjusted_C = holm(p_C)
-    comparisons = []
-    for c, (system, other, metric) in enumerate(compared):
-        below = belows[c].sum()
-        ours = float(_ratio(mean[system, metric].sum(), below))
-        theirs = float(_ratio(mean[other, metric].sum(), below))
-        one = Comparison(
+    below_C = below_NC.sum(axis=0)
+    ours_C = _ratio(ours_NC.sum(axis=0), below_C)
+    theirs_C = _ratio(theirs_NC.sum(axis=0), below_C)
+    difference_RC = _bootstrap(gap_NC, below_NC, num_samples, seed)
+    figures = {
+        "value": ours_C,
+        "against_value": theirs_C,
+        "difference": ours_C - theirs_C,
+        "low": np.percentile(difference_RC, 2.5, axis=0),
+        "high": np.percentile(difference_RC, 97.5, axis=0),
+        "p_value": p_C,
+        "p_adjusted": holm(p_C),
+    }
+    return [
+        Comparison(
             system=system,
             against=other,
             metric=metric,
-            value=ours,
-            against_value=theirs,
-            difference=ours - theirs,
-            low=float(low_C[c]),
-            high=float(high_C[c]),
-            p_value=float(p_C[c]),
-            p_adjusted=float(adjusted_C[c]),
             num_queries=len(gap_NC),
+            **{name: float(figure_C[c]) for name, figure_C in figures.items()},
         )
-        comparisons.append(one)
-    return comparisons
+        for c, (system, other, metric) in enumerate(compared)
+    ]
 
 
 def paired_differences(
@@ -273,13 +270,11 @@ def challenge(
         DataError: shapes do not match.
     """
     weights = (inverse_propensity_L, group_L)
-    new = evaluate(challenger_NK, relevance, *weights)
-    old = evaluate(champion_NK, relevance, *weights)
-    deciding = rules.metric
-    guarded = [name for name in rules.guarded if name != deciding]
+    both = (challenger_NK, champion_NK)
+    deciding, *guarded = dict.fromkeys([rules.metric, *rules.guarded])
     paired = [name for name in (deciding, *guarded) if parse(name).kind != "coverage"]
-    new_parts = by_query(challenger_NK, relevance, paired, *weights)
-    old_parts = by_query(champion_NK, relevance, paired, *weights)
+    new, old = (evaluate(found_NK, relevance, *weights) for found_NK in both)
+    new_parts, old_parts = (by_query(found_NK, relevance, paired, *weights) for found_NK in both)
     differences = {name: paired_differences(new_parts, old_parts, name) for name in paired}
     comparison: dict[str, Any] = {
         "metric": deciding,
@@ -296,31 +291,27 @@ def challenge(
     required = f"at least {rules.margin:+.2f} required"
     checks = [_check(deciding, new, old, rules.margin, required)]
     if deciding in paired:
-        new_N, _ = new_parts[deciding]
-        old_N, _ = old_parts[deciding]
-        gap_N = new_N - old_N
+        gap_N = new_parts[deciding][0] - old_parts[deciding][0]
         comparison["better"] = int((gap_N > 1e-12).sum())
         comparison["worse"] = int((gap_N < -1e-12).sum())
         is_ahead_R = differences[deciding] >= rules.margin - _TIE
         comparison["confidence"] = float(is_ahead_R.mean())
         if rules.confidence > 0:
             checks.append(_confidence(comparison, rules))
-    for name in guarded:
-        may_lose = f"it may lose {rules.tolerance:.2f}"
-        checks.append(_check(name, new, old, -rules.tolerance, may_lose))
+    may_lose = f"it may lose {rules.tolerance:.2f}"
+    checks += [_check(name, new, old, -rules.tolerance, may_lose) for name in guarded]
     return checks, {"metrics": {"challenger": new, "champion": old}, "comparison": comparison}
 
 
 def _confidence(comparison: Mapping[str, Any], rules: Gate) -> Check:
     """A check that the challenger is ahead by the margin in enough resamples."""
     share = comparison["confidence"]
-    num_queries = comparison["num_queries"]
     low, high = comparison["intervals"][rules.metric]
     ahead = f"worse by at most {-rules.margin:z.2f}"  # z: 0.00, never -0.00
     if rules.margin > 0:
         ahead = f"ahead by {rules.margin:.2f}"
     words = (
-        f"in {share:.1%} of the resamples of {num_queries:,} queries the challenger "
+        f"in {share:.1%} of the resamples of {comparison['num_queries']:,} queries the challenger "
         f"is {ahead} points, {rules.confidence:.0%} required; 95 % interval: "
         f"{low:+.2f} to {high:+.2f} points"
     )
@@ -331,8 +322,6 @@ def _check(
     name: str, new: dict[str, float], old: dict[str, float], limit: float, rule: str
 ) -> Check:
     """A check that the difference new - old of a metric is at least `limit`."""
-    after = new[name]
-    before = old[name]
-    gap = after - before
-    words = f"{after:.2f} against {before:.2f}: {gap:+.2f} points, {rule}"
+    gap = new[name] - old[name]
+    words = f"{new[name]:.2f} against {old[name]:.2f}: {gap:+.2f} points, {rule}"
     return Check(name, gap >= limit - _TIE, gap, limit, words)
