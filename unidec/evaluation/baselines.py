@@ -29,6 +29,7 @@ from unidec.evaluation.significance import Comparison, best_systems, compare_sys
 from unidec.metric_names import BASELINES, in_words, parse, shown
 from unidec.progress import progress
 from unidec.ranking.sparse import largest_of_each
+from unidec.text_page import render_text
 
 MODEL = "model"
 K = 100
@@ -146,23 +147,7 @@ def verdict(compared: Sequence[Comparison]) -> str:
     """
     if not compared:
         return ""
-    gained = _changes(one for one in compared if one.better)
-    lost = _changes(one for one in compared if one.worse)
-    undecided = _changes(one for one in compared if not one.better and not one.worse)
-    nothing = "nothing significant"
-    sentence = (
-        "Against the better TF-IDF baseline of each metric, "
-        f"on {compared[0].num_queries:,} test queries, "
-        f"the model gains {gained or nothing}; loses {lost or nothing}"
-    )
-    if undecided:
-        sentence += f"; no significant difference: {undecided}"
-    meant = "percentage points; significant: p < 0.05 in a paired test with Holm's correction"
-    return f"{sentence} ({meant})."
-
-
-def _changes(compared: Iterable[Comparison]) -> str:
-    return ", ".join(f"{in_words(one.metric)} {one.difference:+.1f}" for one in compared)
+    return render_text("verdict.txt", compared=compared, in_words=in_words)
 
 
 def warnings(metrics: Mapping[str, float], dataset: XMCDataset, text: Text) -> list[str]:
@@ -172,41 +157,23 @@ def warnings(metrics: Mapping[str, float], dataset: XMCDataset, text: Text) -> l
     Args:
         metrics: of the test split, in percent.
     """
-    reasons = []
-    trained = int((training_counts(dataset) > 0).sum())
-    if trained <= 1:
-        labels = "Only one label has" if trained else "No label has"
-        reasons.append(
-            f"{labels} training queries: the model has no choice between labels, and the metrics "
-            "say nothing about it."
-        )
+    num_labels = dataset.num_labels
     facts = text_facts(dataset, "queries", text)
     tested_N, leaked_N = tested_in_training(dataset, *facts)
-    num_tested = int(tested_N.sum())
-    if repeated := int(leaked_N.sum()):
-        reasons.append(
-            f"{repeated:,} of {num_tested:,} test queries ({repeated / num_tested:.1%}) have the "
-            "same text as a training query: the metrics reward memorising them. Remove them "
-            "from the test split, or from training."
-        )
     perfect = [
         name
         for name, value in metrics.items()
         if "@" in name and "/" not in name and value >= PERFECT
     ]
-    num_labels = dataset.num_labels
-    trivial = [name for name in perfect if _is_trivial(name, num_labels)]
-    surprising = [name for name in perfect if not _is_trivial(name, num_labels)]
-    if trivial:
-        labels = f"{num_labels:,} labels"
-        reasons.append(f"{', '.join(trivial)}: 100.0 because the data set has only {labels}.")
-    if surprising:
-        reasons.append(
-            f"{', '.join(surprising)}: 100.0. Real data is hardly ever that easy: look for test "
-            "queries among the training queries, for labels named in the texts, and at the "
-            "number of test queries."
-        )
-    return reasons
+    return render_text(
+        "warnings.txt",
+        num_labels=num_labels,
+        num_trained=int((training_counts(dataset) > 0).sum()),
+        num_tested=int(tested_N.sum()),
+        num_leaked=int(leaked_N.sum()),
+        trivial=[name for name in perfect if _is_trivial(name, num_labels)],
+        surprising=[name for name in perfect if not _is_trivial(name, num_labels)],
+    ).splitlines()
 
 
 def _is_trivial(metric: str, num_labels: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -51,18 +52,13 @@ def plots_csv(
     validation = validation_records(rounds)
     places = ("epoch", "round", "seconds", "minutes")
     names = {name for row in validation for name in row if "/" not in name}
-    at_k: list[dict[str, Any]] = []
-    for k in DEFAULT_KS:
-        if f"P@{k}" in metrics:
-            row: dict[str, Any] = {"k": k}
-            for column, kind in _AT_K.items():
-                row[column] = metrics.get(f"{kind}@{k}")
-            at_k.append(row)
-    groups: list[dict[str, Any]] = []
-    of_groups = {"group": None}
-    for group, own in by_group(metrics).items():
-        groups.append({"group": group} | own)
-        of_groups |= dict.fromkeys(own)
+    at_k = [
+        {"k": k} | {column: metrics.get(f"{kind}@{k}") for column, kind in _AT_K.items()}
+        for k in DEFAULT_KS
+        if f"P@{k}" in metrics
+    ]
+    groups = [{"group": group, **own} for group, own in by_group(metrics).items()]
+    of_groups = dict.fromkeys(itertools.chain(["group"], *groups))
     folder = Path(out_dir)
     return [
         _write(folder / "training.csv", logged or TRAINING[:1], history),

@@ -179,12 +179,11 @@ def _calibration(calibration: Mapping[str, Any]) -> dict[str, Any]:
     bins = calibration_bins(**calibration) if calibration else []
     if not bins:
         return {"calibration": None, "calibration_error": 0.0}
-    means = [100 * mean for mean, _, _ in bins]
-    precisions = [100 * precision for _, precision, _ in bins]
+    mean, precision, size = np.transpose(bins)
     chart = line_chart(
         "Predictions that are right, by their probability",
         [
-            Line("this model", means, precisions, dots=True),
+            Line("this model", 100 * mean, 100 * precision, dots=True),
             Line("perfectly calibrated", [0, 100], [0, 100]),
         ],
         "probability, percent; a tenth of the predictions each",
@@ -192,12 +191,8 @@ def _calibration(calibration: Mapping[str, Any]) -> dict[str, Any]:
         y_from_zero=True,
         x_from_zero=True,
     )
-    distance = 0.0
-    num_predictions = 0
-    for mean, precision, size in bins:
-        distance += size * abs(mean - precision)
-        num_predictions += size
-    return {"calibration": chart, "calibration_error": 100 * distance / num_predictions}
+    error = np.average(abs(mean - precision), weights=size)
+    return {"calibration": chart, "calibration_error": 100 * float(error)}
 
 
 def calibration_bins(
@@ -215,13 +210,11 @@ def calibration_bins(
     probability_n = probability_n[is_finite_n]
     correct_n = np.asarray(correct).astype(bool)[is_finite_n]
     order = np.argsort(probability_n, kind="stable")
-    bins = []
-    for part in np.array_split(order, num_bins):
-        if len(part):
-            mean = float(probability_n[part].mean())
-            precision = float(correct_n[part].mean())
-            bins.append((mean, precision, len(part)))
-    return bins
+    return [
+        (float(probability_n[part].mean()), float(correct_n[part].mean()), len(part))
+        for part in np.array_split(order, num_bins)
+        if len(part)
+    ]
 
 
 def _curves(history: Records, rounds: Records) -> list[Chart | None]:
