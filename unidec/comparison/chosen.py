@@ -11,6 +11,7 @@ trial failed, or was stopped early.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,7 @@ def read_chosen(
 
 
 def _is_within(settings: Overrides, ranges: Mapping[str, Any]) -> bool:
-    for key, value in settings.items():
-        if key not in ranges or not holds(ranges[key], value):
-            return False
-    return True
+    return all(key in ranges and holds(ranges[key], value) for key, value in settings.items())
 
 
 def write_chosen(path: str | Path, file: ComparisonFile, trials: Mapping[str, Trials]) -> Path:
@@ -86,21 +84,17 @@ def write_chosen(path: str | Path, file: ComparisonFile, trials: Mapping[str, Tr
     place = Path(file.tuning.file)
     entries: dict[str, Any] = read_yaml(place)[0] if place.is_file() else {}
     for cell, tried in trials.items():
-        figures = {}
-        best: Overrides = {}
-        highest = -1.0
-        for changed, metric in tried:
-            name = in_words(changed) or AS_IT_IS
-            figures[name] = None if metric is None else round(metric, 3)
-            if metric is not None and metric > highest:
-                best = changed
-                highest = metric
+        figures = {
+            in_words(changed) or AS_IT_IS: None if metric is None else round(metric, 3)
+            for changed, metric in tried
+        }
+        trained = [(metric, changed) for changed, metric in tried if metric is not None]
+        _, best = max(trained, key=itemgetter(0), default=(None, {}))
         entries[cell] = {"set": best, "trials": figures}
     ordered = {cell: entries[cell] for cell in file.cells if cell in entries}
     head = HEAD.format(path=path, metric=METRIC, data=file.tuning.data, seed=file.seeds[0])
     text = yaml.safe_dump(
         ordered, sort_keys=False, allow_unicode=True, default_flow_style=None, width=118
     )
-    place.parent.mkdir(parents=True, exist_ok=True)
     write_bytes_atomic(place, (head + text).encode())
     return place

@@ -31,6 +31,7 @@ from unidec.evaluation.metrics import QueryParts, by_query, truth_of
 from unidec.evaluation.significance import Comparison as PairedTest
 from unidec.evaluation.significance import best_systems, compare_systems
 from unidec.metric_names import shown
+from unidec.text_page import render_text
 from unidec.training.stopping import METRIC
 
 # costs to which those of the trainings that a run builds on are added
@@ -145,21 +146,10 @@ def _rounded(value: float, digits: int = 3) -> float | None:
     return round(value, digits) if math.isfinite(value) else None
 
 
-def table(comparison: Comparison) -> list[list[str]]:
-    """The results so far, for a terminal: column headings, then a row per cell, mean ± spread over
-    seeds.
-    """
-    names = shown("compare")
-    rows = [["data", "cell", "seeds", *names]]
-    for cell in _cells(comparison, comparison.jobs, gather(comparison)):
-        if cell.runs:
-            row = [cell.task, cell.name, str(len(cell.runs))]
-            for name in names:
-                value = cell.summary(name)
-                spread = f" ± {value.spread:.1f}" if value.count > 1 else ""
-                row.append(f"{value.mean:.1f}{spread}")
-            rows.append(row)
-    return rows
+def table(comparison: Comparison) -> str:
+    """The results so far, for a terminal: a row per cell, mean ± spread over seeds."""
+    cells = _cells(comparison, comparison.jobs, gather(comparison))
+    return render_text("comparison.txt", names=shown("compare"), cells=cells)
 
 
 def write_metrics(path: Path, step: Step) -> None:
