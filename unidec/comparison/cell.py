@@ -173,7 +173,7 @@ def seconds_of(curve: Iterable[Mapping[str, Any]]) -> float:
 
 
 def _refresh_seconds(line: Mapping[str, Any]) -> float:
-    return float(line.get("refresh", {}).get("refresh_seconds", 0.0))
+    return float(line["refresh"].get("refresh_seconds", 0.0))
 
 
 def remove_checkpoints(folder: Path) -> None:

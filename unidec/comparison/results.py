@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -128,7 +127,7 @@ def figures(page: ComparisonInput) -> dict[str, Any]:
 def _curve(run: Run) -> list[list[float | None]]:
     curve = []
     for line in run.curve:
-        if METRIC in line.get("validation", ()):
+        if METRIC in line["validation"]:
             minutes = line["work_seconds"] / 60
             curve.append([_rounded(minutes), _rounded(line["validation"][METRIC])])
     return curve
@@ -278,13 +277,15 @@ def _cell(comparison: Comparison, seeds: Sequence[Job], found: Results) -> Cell:
 def _run(comparison: Comparison, job: Job, found: Results) -> Run:
     """The run of one seed; its seconds include the trainings that it builds on."""
     result = found[job.key]
-    costs = Counter(result["costs"])
+    costs = dict(result["costs"])
     curve = [dict(line) for line in result["curve"]]
     if curve:
         costs["work_seconds"] = curve[-1]["work_seconds"]
     if job.needs in found:
         before = _run(comparison, comparison.jobs[job.needs], found).costs
-        costs.update({name: before[name] for name in _ADDED if name in before})
+        for name in _ADDED:
+            if name in before:
+                costs[name] = costs.get(name, 0.0) + before[name]
         if curve:
             curve[0]["train_seconds"] += before["train_seconds"] + before["refresh_seconds"]
         for line in curve:
@@ -293,7 +294,7 @@ def _run(comparison: Comparison, job: Job, found: Results) -> Run:
         seed=job.seed,
         metrics=result["metrics"],
         validation=result["validation"],
-        costs=dict(costs),
+        costs=costs,
         curve=curve,
         commit=result["lineage"].get("commit", ""),
     )

@@ -266,14 +266,19 @@ def _data_set_checks(old: Mapping[str, Any], new: Mapping[str, Any], levels: Lev
     """Checks of counts, means and shares of a whole data set."""
     checks = []
     for key, (name, unit, path) in _FIGURES.items():
-        before = reduce(getitem, path, old)
-        checks.append(_check(key, name, unit, reduce(getitem, path, new), levels, old=before))
+        before, after = (_at(side, path) for side in (old, new))
+        checks.append(_check(key, name, unit, after, levels, old=before))
     for which, share in new.get("label_changes", {}).items():
         name = {"left": "labels that are gone", "new": "labels that are new"}[which]
         checks.append(_check(f"labels_{which}", name, "share", share, levels))
     checks += _shares(_SHARES, old["shares"], new["shares"], levels)
     cut = {"cut": "texts that are cut"}
     return checks + _shares(cut, old["queries"], new["queries"], levels)
+
+
+def _at(profile: Any, path: Sequence[str]) -> Any:
+    """The figure at a place in a profile."""
+    return reduce(getitem, path, profile)
 
 
 def _served_checks(old: Mapping[str, Any], new: Mapping[str, Any], warn: float) -> list[Check]:
