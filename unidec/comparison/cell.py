@@ -129,6 +129,8 @@ def _make(step: Step) -> None:
     """Produce a step's data set, model or peer, and its result; then delete files that only an
     unfinished run needs.
     """
+    from unidec.pipeline.evaluation import data_card
+
     Path(FAILURE).unlink(missing_ok=True)
     if step.result() is not None:  # a result of other code
         kept = (SPEC, LOG, ".lock")
@@ -141,30 +143,18 @@ def _make(step: Step) -> None:
     if spec["kind"] == "data":
         _prepare_data(params, spec["train"], spec["test"])
     else:
-        result |= _run(spec, params)
+        work = {"peer": _peer, "trial": _trained}.get(spec["kind"], _recipe)
+        made = work(spec, params)
         # of an interrupted earlier attempt, only the seconds of its training are known
-        result["costs"]["total_seconds"] = max(time.time() - begin, seconds_of(result["curve"]))
+        made["costs"]["total_seconds"] = max(time.time() - begin, seconds_of(made["curve"]))
         # comparable on a machine that others use too
-        result["costs"]["cpu_seconds"] = time.process_time()
+        made["costs"]["cpu_seconds"] = time.process_time()
+        lineage = _lineage() | made.get("lineage", {})
+        result |= {**made, "dataset": data_card(params), "lineage": lineage}
     write_json(RESULT, result)
     if not spec["keep"]:
         _remove([Path(MODEL), Path("outputs/bundle")])
     remove_checkpoints(Path())
-
-
-def _run(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
-    """Train and measure a cell; returns entries of result.json."""
-    from unidec.pipeline.evaluation import data_card
-
-    if spec["kind"] == "peer":
-        result = _peer(spec["peer"], params)
-    elif spec["kind"] == "trial":
-        result = _trained(params)
-    else:
-        result = _recipe(spec, params)
-    result["dataset"] = data_card(params)
-    result["lineage"] = _lineage() | result.get("lineage", {})
-    return result
 
 
 def seconds_of(curve: Iterable[Mapping[str, Any]]) -> float:
@@ -202,7 +192,7 @@ def _prepare_data(params: Params, train: int | None, test: int | None) -> None:
     pipeline.propensity(params)
 
 
-def _trained(params: Params) -> dict[str, Any]:
+def _trained(_spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
     """Train; returns costs, curve and MLflow run of the training. The test split is not used."""
     from unidec import pipeline
     from unidec.tracking.run import tracking_state
@@ -233,7 +223,7 @@ def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
 
     result: dict[str, Any] = {"costs": {}, "curve": [], "mlflow_run": None}
     if spec["kind"] == "recipe":
-        result = _trained(params)
+        result = _trained(spec, params)
     pipeline.index(params)
     pipeline.evaluate(params)
     metrics = read_json(paths.METRICS)
@@ -278,7 +268,7 @@ def _search_ms(bundle: Any, params: Params) -> float:
     return 1000 * seconds / max(len(texts), 1)
 
 
-def _peer(name: str, params: Params) -> dict[str, Any]:
+def _peer(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
     """Run a peer, remove filtered pairs, evaluate its labels as our own, and log an MLflow run."""
     from unidec.evaluation.metrics import evaluate, remove_filtered, truth_of
     from unidec.model.encoder_folder import FROM_HERE, resolved
@@ -287,6 +277,7 @@ def _peer(name: str, params: Params) -> dict[str, Any]:
 
     dataset = paths.open_dataset()
     propensity = paths.open_propensity()
+    name = spec["peer"]
     peer = PEERS[name]
     settings = {
         "text": params.tokens.text,

@@ -142,20 +142,26 @@ class Check:
 
     def within(self, bounds: Bounds) -> str:
         """Bounds as displayed; "" for no limit."""
-        low, high = bounds
-        if low is not None and high is not None:
-            return f"{self.shown(low)} to {self.shown(high)}"
-        if low is not None:
-            return f"at least {self.shown(low)}"
-        return "" if high is None else f"at most {self.shown(high)}"
+        low, high = (None if bound is None else self.shown(bound) for bound in bounds)
+        if low and high:
+            return f"{low} to {high}"
+        if low:
+            return f"at least {low}"
+        return f"at most {high}" if high else ""
 
     def to_json(self) -> dict[str, object]:
         """The check for JSON: "check" is the key, "value" the new figure."""
-        facts = asdict(self)
-        facts["check"] = facts.pop("key")
-        facts["value"] = facts.pop("new")
-        facts |= {"warn": list(self.warn), "stop": list(self.stop)}
-        return facts | {"state": self.state, "drifted": self.drifted, "words": self.words}
+        renamed = ("key", "new")
+        facts = {name: fact for name, fact in asdict(self).items() if name not in renamed}
+        return facts | {
+            "check": self.key,
+            "value": self.new,
+            "warn": list(self.warn),
+            "stop": list(self.stop),
+            "state": self.state,
+            "drifted": self.drifted,
+            "words": self.words,
+        }
 
 
 def served_facts(

@@ -220,10 +220,12 @@ def run_script(command: Sequence[str], threads: int) -> None:
         TrainingError: the script fails; the message has the end of its log.
     """
     threaded = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    kept = dict.fromkeys(threaded, str(threads))
-    for key, value in os.environ.items():
-        if not key.startswith(("PYTHON", "VIRTUAL_ENV")):
-            kept.setdefault(key, value)
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("PYTHON", "VIRTUAL_ENV"))
+    }
+    kept |= dict.fromkeys(threaded, str(threads))
     with open(LOG, "wb") as log:
         ended = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=kept, check=False)
     if ended.returncode:
