@@ -146,7 +146,8 @@ def _make(step: Step) -> None:
         work = {"peer": _peer, "trial": _trained}.get(spec["kind"], _recipe)
         made = work(spec, params)
         # of an interrupted earlier attempt, only the seconds of its training are known
-        made["costs"]["total_seconds"] = max(time.time() - begin, seconds_of(made["curve"]))
+        recorded = seconds_of(made["curve"])
+        made["costs"]["total_seconds"] = max(time.time() - begin, recorded)
         # comparable on a machine that others use too
         made["costs"]["cpu_seconds"] = time.process_time()
         lineage = _lineage() | made.get("lineage", {})
@@ -237,22 +238,19 @@ def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
     model = bundle.model
     parts = filter(None, (model.encoder, model.head_de, model.head_clf))
     sizes = [weight.numel() for part in parts for weight in part.parameters()]
-    sizes += [bundle.vectors[name].size for name in ("clf", "bias") if name in bundle.vectors]
+    rows = bundle.vectors.keys() & {"clf", "bias"}
+    sizes += [bundle.vectors[name].size for name in rows]
     result["costs"] |= {
         "search_ms": _search_ms(bundle, params),
         "parameters": float(sum(sizes)),
         "bundle_bytes": float(folder_bytes(paths.BUNDLE)),
     }
     # results are shared: without folders of this machine
-    shared = {
-        key: value for key, value in flatten(params).items() if not Path(str(value)).is_absolute()
-    }
-    return {
-        **result,
-        "metrics": metrics["test"],
-        "validation": metrics["validation"],
-        "params": shared,
-    }
+    result["params"] = {}
+    for key, value in flatten(params).items():
+        if not Path(str(value)).is_absolute():
+            result["params"][key] = value
+    return result | {"metrics": metrics["test"], "validation": metrics["validation"]}
 
 
 def _search_ms(bundle: Any, params: Params) -> float:
@@ -298,16 +296,15 @@ def _peer(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
     rows = dataset.rows("test")
     labels = remove_filtered(labels, dataset.filter_pairs[rows], K)
     np.save(PREDICTIONS, labels.astype(np.int32), allow_pickle=False)
-    metrics = evaluate(labels, truth_of(dataset, rows), propensity.inverse_L, propensity.group_L)
+    truth = truth_of(dataset, rows)
+    metrics = evaluate(labels, truth, propensity.inverse_L, propensity.group_L)
     version = facts.pop("version")
     costs = {"peak_memory_bytes": float(host_peak()), **facts}
     tracker = Tracker(params.tracking.experiment)
     about = {"name": dataset.name, "digest": dataset.sha256, "path": str(paths.DATASET)}
     tracker.start("runs/peer", {"peer": name, "seed": params.seed}, {}, about)
-    tracker.log_final(
-        {f"test/{metric}": value for metric, value in metrics.items()}
-        | {f"cost/{cost}": value for cost, value in costs.items()}
-    )
+    for part, figures in (("test", metrics), ("cost", costs)):
+        tracker.log_final({f"{part}/{name}": value for name, value in figures.items()})
     tracker.finish()
     return {
         "metrics": metrics,

@@ -68,7 +68,10 @@ def read_chosen(
 
 
 def _is_within(settings: Overrides, ranges: Mapping[str, Any]) -> bool:
-    return all(key in ranges and holds(ranges[key], value) for key, value in settings.items())
+    for key, value in settings.items():
+        if key not in ranges or not holds(ranges[key], value):
+            return False
+    return True
 
 
 def write_chosen(path: str | Path, file: ComparisonFile, trials: Mapping[str, Trials]) -> Path:
@@ -84,11 +87,13 @@ def write_chosen(path: str | Path, file: ComparisonFile, trials: Mapping[str, Tr
     place = Path(file.tuning.file)
     entries: dict[str, Any] = read_yaml(place)[0] if place.is_file() else {}
     for cell, tried in trials.items():
-        figures = {
-            in_words(changed) or AS_IT_IS: None if metric is None else round(metric, 3)
-            for changed, metric in tried
-        }
-        trained = [(metric, changed) for changed, metric in tried if metric is not None]
+        figures = {}
+        trained = []
+        for changed, metric in tried:
+            name = in_words(changed) or AS_IT_IS
+            figures[name] = None if metric is None else round(metric, 3)
+            if metric is not None:
+                trained.append((metric, changed))
         _, best = max(trained, key=itemgetter(0), default=(None, {}))
         entries[cell] = {"set": best, "trials": figures}
     ordered = {cell: entries[cell] for cell in file.cells if cell in entries}

@@ -129,15 +129,18 @@ def _curve(run: Run) -> list[list[float | None]]:
     for line in run.curve:
         if METRIC in line["validation"]:
             minutes = line["work_seconds"] / 60
-            curve.append([_rounded(minutes), _rounded(line["validation"][METRIC])])
+            percent = line["validation"][METRIC]
+            curve.append([_rounded(minutes), _rounded(percent)])
     return curve
 
 
 def _summaries(cell: Cell, of: Literal["metrics", "costs"]) -> dict[str, list[float | None]]:
     found = {}
-    for name in dict.fromkeys(name for run in cell.runs for name in getattr(run, of)):
-        value = cell.summary(name, of)
-        found[name] = [_rounded(value.mean), _rounded(value.spread)]
+    for run in cell.runs:
+        for name in getattr(run, of):
+            if name not in found:
+                value = cell.summary(name, of)
+                found[name] = [_rounded(value.mean), _rounded(value.spread)]
     return found
 
 
@@ -156,8 +159,10 @@ def write_metrics(path: Path, step: Step) -> None:
     result = step.result() or {}
     figures: dict[str, Any] = {"run": step.name}
     for name in shown("tested"):
-        figures[name.replace("@", "_at_")] = round(result["metrics"][name], 3)
-    figures["train_seconds"] = round(result["costs"].get("train_seconds", 0.0), 1)
+        key = name.replace("@", "_at_")
+        figures[key] = round(result["metrics"][name], 3)
+    seconds = result["costs"].get("train_seconds", 0.0)
+    figures["train_seconds"] = round(seconds, 1)
     write_json(path, figures)
 
 
@@ -173,8 +178,11 @@ def page_input(
     """The input of the page: data sets on which something ran, or all if nothing did."""
     file = comparison.file
     notes = _notes(comparison, found)
-    started = {job.data for key, job in comparison.jobs.items() if _has_run(comparison, key, found)}
     planned = dict.fromkeys(job.data for job in comparison.jobs.values())
+    started = set()
+    for key, job in comparison.jobs.items():
+        if key in found or comparison.steps[key].failure():
+            started.add(job.data)
     later = [data for data in planned if data not in started]
     if started and later:
         notes.append(f"Not run yet: {', '.join(later)}.")
@@ -205,8 +213,9 @@ def page_input(
 def _notes(comparison: Comparison, found: Results) -> list[str]:
     """Paragraphs under the page's heading."""
     notes = []
-    steps = comparison.steps
-    old = sum(result["code"] != steps[key].spec["code"] for key, result in found.items())
+    old = 0
+    for key, result in found.items():
+        old += result["code"] != comparison.steps[key].spec["code"]
     if old:
         notes.append(f"{old} of {len(found)} results were made by another version of the code.")
     if (tuning := comparison.file.tuning) is not None:
@@ -223,8 +232,10 @@ def _lineage(comparison: Comparison, found: Results) -> dict[str, str]:
     made = {"command": [f"unidec compare {comparison.path}"]}
     for result in found.values():
         for name, value in result["lineage"].items():
-            made.setdefault(name, []).append(value)
-    return {name: ", ".join(list(dict.fromkeys(values))[:5]) for name, values in made.items()}
+            values = made.setdefault(name, [])
+            if value not in values:
+                values.append(value)
+    return {name: ", ".join(values[:5]) for name, values in made.items()}
 
 
 def contrasts(comparison: Comparison, found: Results) -> dict[str, list[PairedTest]]:
@@ -300,22 +311,20 @@ def _run(comparison: Comparison, job: Job, found: Results) -> Run:
     )
 
 
-def _has_run(comparison: Comparison, key: str, found: Results) -> bool:
-    """Whether a job has a result, or failed."""
-    return key in found or bool(comparison.steps[key].failure())
-
-
 def _failure(job: Job, comparison: Comparison) -> dict[str, Any]:
     step = comparison.steps[job.key]
     reason = step.failure()
     log = step.folder / LOG
+    place = ""
+    if log.is_file():
+        place = Path(*log.parts[-5:]).as_posix()
     return {
         "task": job.data,
         "cell": job.cell,
         "seed": job.seed,
         "state": "failed" if reason else "not run",
         "reason": reason,
-        "log": Path(*log.parts[-5:]).as_posix() if log.is_file() else "",
+        "log": place,
     }
 
 
@@ -330,7 +339,8 @@ def _scores(comparison: Comparison, jobs: Sequence[Job]) -> dict[str, list[Query
         place = step.folder / SCORES
         predictions = step.folder / PREDICTIONS
         if not place.is_file() and predictions.is_file():
-            relevance, inverse_L = _truth(comparison.steps[step.needs[0]].folder / "data")
+            made_by = comparison.steps[step.needs[0]]
+            relevance, inverse_L = _truth(made_by.folder / "data")
             labels = load_array(predictions, np.int32, ndim=2)
             _write_scores(place, by_query(labels, relevance, shown("tested"), inverse_L))
         if place.is_file():
@@ -364,7 +374,8 @@ def read_scores(path: Path) -> QueryParts:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
             for metric in shown("tested"):
                 above_N = arrays[f"{metric}/above"].astype(np.float64)
-                parts[metric] = (above_N, arrays[f"{metric}/below"].astype(np.float64))
+                below_N = arrays[f"{metric}/below"].astype(np.float64)
+                parts[metric] = (above_N, below_N)
         return parts
     except (OSError, ValueError, KeyError, BadZipFile) as error:
         raise ArtifactError(

@@ -221,19 +221,22 @@ class Search:
         """
         trial = self._draw(number)
         lines: list[dict[str, Any]] = []
+        epoch = 0
         state = self.states.COMPLETE
         value = None
         failed = ""
         try:
             _, step = self._steps(trial.params)
-            with contextlib.closing(self._rounds(step, f"trial {number}")) as rounds:
+            name = f"trial {number}"
+            with contextlib.closing(self._rounds(step, name)) as rounds:
                 for line in rounds:
-                    bar.update(line["epoch"] - (lines[-1]["epoch"] if lines else 0))
+                    bar.update(line["epoch"] - epoch)
                     lines.append(line)
+                    epoch = line["epoch"]
                     value = line["validation"][self.metric]
-                    place = f"{self.subject.name}, trial {number}"
-                    bar.note(f"{place}: {self.metric} {value:.2f} after epoch {line['epoch']}")
-                    if self._prunes(trial, line):
+                    figure = f"{self.metric} {value:.2f}"
+                    bar.note(f"{self.subject.name}, {name}: {figure} after epoch {epoch}")
+                    if self._prunes(trial, value, line):
                         state = self.states.PRUNED
                         break
             if state == self.states.PRUNED:
@@ -248,13 +251,14 @@ class Search:
             trial.set_user_attr("rounds", len(lines))
             if failed:
                 trial.set_user_attr("failed", failed)
-            self.study.tell(trial, value if state == self.states.COMPLETE else None, state)
-        return lines[-1]["epoch"] if lines else 0
+            finished = state == self.states.COMPLETE
+            self.study.tell(trial, value if finished else None, state)
+        return epoch
 
-    def _prunes(self, trial: Any, line: Mapping[str, Any]) -> bool:
+    def _prunes(self, trial: Any, value: float, line: Mapping[str, Any]) -> bool:
         """Report a round to Optuna; returns whether Optuna ends the trial after it."""
         with stop_signals():
-            trial.report(line["validation"][self.metric], line["epoch"])
+            trial.report(value, line["epoch"])
             return not line["finished"] and trial.should_prune()
 
     @property
@@ -354,8 +358,9 @@ class Search:
 
     def _finished(self) -> list[tuple[int, Any]]:
         """Number and record of each trial that finished."""
+        numbered = enumerate(self.ended)
         finished = self.states.COMPLETE
-        return [(number, one) for number, one in enumerate(self.ended) if one.state == finished]
+        return [(number, one) for number, one in numbered if one.state == finished]
 
     def best(self) -> tuple[int, Any]:
         """Number and record of the best trial; on ties the first.
@@ -374,11 +379,11 @@ class Search:
 
     def figures(self) -> Trials:
         """Changed settings and metric of each trial that ended."""
-        finished = self.states.COMPLETE
-        return [
-            (self.changed(trial.params), trial.value if trial.state == finished else None)
-            for trial in self.ended
-        ]
+        figures: Trials = []
+        for trial in self.ended:
+            metric = trial.value if trial.state == self.states.COMPLETE else None
+            figures.append((self.changed(trial.params), metric))
+        return figures
 
     def write_best(self, params: Params) -> Tuned:
         """Write best.yaml: `params` with the values of the best trial.
@@ -391,11 +396,13 @@ class Search:
         number, trial = self.best()
         settings = {key: trial.params[key] for key in self.space}
         best = applied(params, settings, source=str(path))
-        words = [f"--set {key}={json.dumps(chosen)}" for key, chosen in settings.items()]
+        words = []
+        for key, chosen in settings.items():
+            words.append(f"--set {key}={json.dumps(chosen)}")
         count = len(self.ended)
+        metric = f"{self.metric} of the validation split: {trial.value:.2f}"
         head = (
-            f"# trial {number} of {count}, the best by {self.metric} of the validation split: "
-            f"{trial.value:.2f}\n"
+            f"# trial {number} of {count}, the best by {metric}\n"
             f"# unidec train --params {path}\n"
             f"# make train ARGS='{' '.join(words)}'\n"
         )

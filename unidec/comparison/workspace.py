@@ -177,7 +177,7 @@ def matching(comparison: Comparison, only: Sequence[str]) -> set[str]:
         return set(jobs)
     chosen: set[str] = set()
     for pattern in only:
-        found = [key for key, job in jobs.items() if _matches(job, pattern)]
+        found = {key for key in jobs if _matches(jobs[key], pattern)}
         if not found:
             raise ConfigError(
                 "no such cell",

@@ -72,10 +72,12 @@ def measure_baselines(dataset: XMCDataset, text: Text, inverse_L: Any, group_L: 
         of each label.
     """
     # validation queries vote too, as they do for the model
-    train = np.sort(np.concatenate([dataset.rows("train"), dataset.rows("validation")]))
+    splits = (dataset.rows("train"), dataset.rows("validation"))
+    train = np.sort(np.concatenate(splits))
     test = dataset.rows("test")
     rows = spaced(train, MAX_TRAIN)
-    affordable = max(MIN_TEST, MAX_SCORES // max(len(rows) + dataset.num_labels, 1))
+    scores_a_query = max(len(rows) + dataset.num_labels, 1)
+    affordable = max(MIN_TEST, MAX_SCORES // scores_a_query)
     places = spaced(np.arange(len(test)), min(MAX_TEST, affordable))
     try:
         if not len(train) or not len(test):
@@ -136,7 +138,8 @@ def compare_with_baselines(
     runs = {}
     for system, labels in rankings.items():
         runs[system] = [by_query(labels, truth, names, inverse_L, group_L)]
-    names = [name for name in names if runs[MODEL][0][name][1].any()]
+    (of_model,) = runs[MODEL]
+    names = [name for name in names if of_model[name][1].any()]
     best = best_systems(runs, list(baselines.labels), names)
     return compare_systems(runs, best, names, systems=[MODEL], num_samples=NUM_SAMPLES)
 
@@ -259,10 +262,11 @@ def largest(score: csr_matrix, count: int) -> csr_matrix:
     """Only the `count` largest entries of each row, with all ties for the last of them; entries are
     positive.
     """
-    last_n = largest_of_each(score.indptr, score.data, count)[:, -1]
-    least_n = np.append(score.data, 0.0)[last_n]  # 0 for rows with fewer entries
+    place_nK = largest_of_each(score.indptr, score.data, count)
+    least_n = np.append(score.data, 0.0)[place_nK[:, -1]]  # 0 for rows with fewer entries
+    least_E = np.repeat(least_n, np.diff(score.indptr))
     kept = score.copy()
-    kept.data[score.data < np.repeat(least_n, np.diff(score.indptr))] = 0
+    kept.data[score.data < least_E] = 0
     kept.eliminate_zeros()
     return kept
 

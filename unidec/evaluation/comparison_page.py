@@ -189,10 +189,11 @@ def _of_task(cells: Sequence[Cell]) -> dict[str, Any]:
             name = f"{group}/{metric}"
             if _has_values(cells, name):  # 0: no query
                 groups[name] = f"{metric} {group}"
-    points = [
-        (cell.name, cell.summary("P@1").mean, cell.summary("PSP@5").mean, cell.kind == "peer")
-        for cell in cells
-    ]
+    points = []
+    for cell in cells:
+        x = cell.summary("P@1").mean
+        y = cell.summary("PSP@5").mean
+        points.append((cell.name, x, y, cell.kind == "peer"))
     trade = point_chart("P@1 against PSP@5, test split", "P@1, percent", "PSP@5, percent", points)
     in_groups = [f"{group}/{metric}" for metric in shown("drawn-group") for group in GROUPS]
     drawn = shown("part")

@@ -219,8 +219,9 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift) -> li
         for what, part, together in _HISTOGRAMS:
             key = f"{prefix}{what}_distance"
             name = f"distribution of the {what} of {side}"
-            histograms = (old[side][what][part], new[side][what][part])
-            checks.append(_distance(key, name, *histograms, levels, together=together))
+            before = old[side][what][part]
+            after = new[side][what][part]
+            checks.append(_distance(key, name, before, after, levels, together=together))
     if old["held_out"] and new["held_out"]:
         checks += _shares(_STRANGE, old["held_out"], new["held_out"], levels)
     if old.get("served") and new.get("served"):
@@ -272,8 +273,8 @@ def _data_set_checks(old: Mapping[str, Any], new: Mapping[str, Any], levels: Lev
     """Checks of counts, means and shares of a whole data set."""
     checks = []
     for key, (name, unit, path) in _FIGURES.items():
-        before, after = (_at(side, path) for side in (old, new))
-        checks.append(_check(key, name, unit, after, levels, old=before))
+        before = _at(old, path)
+        checks.append(_check(key, name, unit, _at(new, path), levels, old=before))
     for which, share in new.get("label_changes", {}).items():
         name = {"left": "labels that are gone", "new": "labels that are new"}[which]
         checks.append(_check(f"labels_{which}", name, "share", share, levels))
@@ -347,7 +348,10 @@ def _shares(
     names: Mapping[str, str], old: Mapping[str, Any], new: Mapping[str, Any], levels: Levels
 ) -> list[Check]:
     """Checks of several shares of defects."""
-    return [_share(key, name, old[key], new[key], levels) for key, name in names.items()]
+    checks = []
+    for key, name in names.items():
+        checks.append(_share(key, name, old[key], new[key], levels))
+    return checks
 
 
 def _share(

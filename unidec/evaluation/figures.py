@@ -189,8 +189,10 @@ def point_chart(
 
     def draw(axes: Any) -> None:
         for name, x, y, grey in points:
-            axes.plot(x, y, "o", color=COLOURS[PEER if grey else 0], markersize=5.5)
-            if any(a >= x and b >= y and (a, b) != (x, y) for _, a, b, _ in points):
+            colour = COLOURS[PEER if grey else 0]
+            axes.plot(x, y, "o", color=colour, markersize=5.5)
+            better = [(a, b) for _, a, b, _ in points if a >= x and b >= y]
+            if set(better) != {(x, y)}:
                 continue
             side, shift = ("left", 5) if x < middle else ("right", -5)
             text = axes.annotate(
@@ -250,7 +252,8 @@ def bar_chart(
             if width / len(groups) > 0.055:
                 axes.bar_label(drawn, fmt="{:.1f}", fontsize=7.5, color=TEXT, padding=1)
         every = max(1, math.ceil(len(groups) / 12))
-        axes.set_xticks(range(0, len(groups), every), map(_clean, groups[::every]))
+        names = map(_clean, groups[::every])
+        axes.set_xticks(range(0, len(groups), every), names)
         axes.set_xlim(-0.5, len(groups) - 0.5)
 
     names = [name for name, _ in bars]
@@ -278,7 +281,8 @@ def range_chart(caption: str, rows: Sequence[Range], x_label: str) -> Chart | No
         for y, row in enumerate(rows):
             colour = _colour(row.colour)
             axes.plot(row.ends, [y, y], color=colour)
-            axes.plot(row.values, [y] * len(row.values), "o", color=COLOURS[1], markersize=3.5)
+            places = [y] * len(row.values)
+            axes.plot(row.values, places, "o", color=COLOURS[1], markersize=3.5)
             axes.plot(row.mean, y, "o", color=colour, markersize=6.5)
             figure = f"{row.mean:.2f}"
             axes.text(1.02, y, figure, va="center", fontsize=8, color=TEXT, transform=beside)

@@ -62,7 +62,10 @@ class Table:
         """A table with a row for each name of `rows`, and the `columns` (keys, or key -> heading)
         that have any value.
         """
-        used = [key for key in columns if any(row.get(key) is not None for row in rows.values())]
+        given = set()
+        for values in rows.values():
+            given |= {key for key, value in values.items() if value is not None}
+        used = [key for key in columns if key in given]
         heads = (
             columns if isinstance(columns, Mapping) else dict(zip(columns, columns, strict=True))
         )

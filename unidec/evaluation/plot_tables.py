@@ -52,11 +52,11 @@ def plots_csv(
     validation = validation_records(rounds)
     places = ("epoch", "round", "seconds", "minutes")
     names = {name for row in validation for name in row if "/" not in name}
-    at_k = [
-        {"k": k} | {column: metrics.get(f"{kind}@{k}") for column, kind in _AT_K.items()}
-        for k in DEFAULT_KS
-        if f"P@{k}" in metrics
-    ]
+    at_k: list[dict[str, Any]] = []
+    for k in DEFAULT_KS:
+        if f"P@{k}" in metrics:
+            kinds = _AT_K.items()
+            at_k.append({"k": k} | {column: metrics.get(f"{kind}@{k}") for column, kind in kinds})
     groups = [{"group": group, **own} for group, own in by_group(metrics).items()]
     of_groups = dict.fromkeys(itertools.chain(["group"], *groups))
     folder = Path(out_dir)

@@ -204,11 +204,13 @@ def calibration_bins(
     probability_n = probability_n[is_finite_n]
     correct_n = np.asarray(correct).astype(bool)[is_finite_n]
     order = np.argsort(probability_n, kind="stable")
-    return [
-        (float(probability_n[part].mean()), float(correct_n[part].mean()), len(part))
-        for part in np.array_split(order, num_bins)
-        if len(part)
-    ]
+    bins = []
+    for part in np.array_split(order, num_bins):
+        if len(part):
+            mean = float(probability_n[part].mean())
+            precision = float(correct_n[part].mean())
+            bins.append((mean, precision, len(part)))
+    return bins
 
 
 def _curves(history: Records, rounds: Records) -> list[Chart | None]:
@@ -262,8 +264,9 @@ def _cost_totals(rounds: Records) -> dict[str, float]:
     totals = {}
     for name, column in round_parts(rounds).items():
         totals[f"{name}, seconds"] = round(sum(column), 2)
+    measured = [line for line in rounds if "memory" in line]
     for key, name in MEMORY.items():
-        used = [line["memory"][key] for line in rounds if key in line.get("memory", ())]
+        used = [line["memory"][key] for line in measured if key in line["memory"]]
         if used:
             totals[name] = round(max(used), 2)
     return totals

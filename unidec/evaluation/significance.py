@@ -107,9 +107,11 @@ def compare_systems(
         num_samples = max(NUM_SAMPLES, round(4 * len(compared) / ALPHA))
     mean = _means(runs, metrics)
     any_run = next(iter(runs.values()))[0]
-    ours_NC = np.stack([mean[system, metric] for system, _, metric in compared], axis=1)
-    theirs_NC = np.stack([mean[other, metric] for _, other, metric in compared], axis=1)
-    below_NC = np.stack([any_run[metric][1] for _, _, metric in compared], axis=1)
+    columns = [
+        (mean[system, metric], mean[other, metric], any_run[metric][1])
+        for system, other, metric in compared
+    ]
+    ours_NC, theirs_NC, below_NC = np.stack(columns, axis=-1)
     gap_NC = ours_NC - theirs_NC
     p_C = _randomisation(gap_NC, num_samples, seed + 1)
     below_C = below_NC.sum(axis=0)
@@ -322,6 +324,8 @@ def _check(
     name: str, new: dict[str, float], old: dict[str, float], limit: float, rule: str
 ) -> Check:
     """A check that the difference new - old of a metric is at least `limit`."""
-    gap = new[name] - old[name]
-    words = f"{new[name]:.2f} against {old[name]:.2f}: {gap:+.2f} points, {rule}"
+    after = new[name]
+    before = old[name]
+    gap = after - before
+    words = f"{after:.2f} against {before:.2f}: {gap:+.2f} points, {rule}"
     return Check(name, gap >= limit - _TIE, gap, limit, words)

@@ -88,15 +88,17 @@ def features(
     Raises:
         DataError: no queries to train on or to predict, or texts without a single word.
     """
-    splits: dict[str, NDArray[np.int64]] = {split: dataset.rows(split) for split in SPLITS}
-    rows = {split: own for split, own in splits.items() if len(own)}
-    if not {"train", "test"} <= rows.keys():
+    rows: dict[str, NDArray[np.int64]] = {split: dataset.rows(split) for split in SPLITS}
+    sizes = {split: len(own) for split, own in rows.items()}
+    if not sizes["train"] or not sizes["test"]:
         raise DataError(
             "an empty split",
             where=str(dataset.path),
-            got={split: len(own) for split, own in splits.items()},
+            got=sizes,
             expected="training and test queries",
         )
+    if not sizes["validation"]:
+        del rows["validation"]
     texts = {name: dataset.query_texts(own, text) for name, own in rows.items()}
     texts["labels"] = dataset.label_texts(None, text)
     vectorizer, _ = fit_words(texts["train"], str(dataset.path))
