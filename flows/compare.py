@@ -97,7 +97,7 @@ def compare(
         outcomes = run_steps(steps, jobs, tags)
         runs = [step.name for step in steps if step.name in comparison.jobs]
         page = results.write_report(comparison)
-        print("\n".join("\t".join(row) for row in results.table(comparison)), flush=True)
+        print(results.table(comparison), flush=True)
         if metrics is not None and not outcomes[steps[-1].name]:
             results.write_metrics(Path(metrics), steps[-1])
         failures = [f"{name}: {reason}" for name, reason in outcomes.items() if reason]

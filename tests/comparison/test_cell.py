@@ -249,7 +249,8 @@ def test_page_input(project: SimpleNamespace) -> None:
     )
     assert value.difference == pytest.approx(difference)
     assert 0 < value.p_adjusted <= 1
-    columns, *rows = results.table(project.comparison)
+    lines = results.table(project.comparison).splitlines()
+    columns, *rows = (line.split("\t") for line in lines)
     assert [row[1] for row in rows] == list(ORDER)
     assert len(columns) == len(rows[0])
 

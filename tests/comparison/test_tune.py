@@ -91,6 +91,7 @@ class Trainings:
                 "round": epoch // 2,
                 "finished": epoch == EPOCHS,
                 "seconds": 1.5,
+                "refresh": {},
                 "validation": {"nDCG@5": quality(params, epoch)},
             }
             lines.append(json.dumps(line) + "\n")

@@ -138,7 +138,7 @@ def test_bars_are_as_high_as_their_numbers():
 
 def test_ranges_lie_where_their_numbers_are():
     rows = [
-        Range("a", 10.0, (9.0, 11.0), [9.0, 11.0]),
+        Range("a", 10.0, 1.0, [9.0, 11.0]),
         Range("b", 20.0, colour=5),
         Range("c", NAN),
     ]
@@ -167,7 +167,7 @@ def test_each_figure_has_a_table_behind_it():
     assert bars is not None
     expected = [["g", "10", "3"], ["h", "5", "0"]]
     assert bars.table.rows == expected
-    ranges = range_chart("c", [Range("a", 10.0, (9.0, 11.0)), Range("b", 20.0)], "x")
+    ranges = range_chart("c", [Range("a", 10.0, 1.0), Range("b", 20.0)], "x")
     assert ranges is not None
     assert ranges.table.rows == [["a", "10.00, 9.00 to 11.00"], ["b", "20.00"]]
     long = line_chart("c", [Line("a", range(1000), range(1000))], "x", "y")

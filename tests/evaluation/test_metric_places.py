@@ -56,7 +56,7 @@ def test_a_new_metric_is_measured_and_may_be_asked_for(made: dict[str, float]) -
 
 
 def test_a_new_metric_is_shown_on_the_pages(made: dict[str, float], undrawn: None) -> None:
-    history = [{"round": 1, "train_seconds": 60.0, "validation": made}]
+    history = [{"round": 1, "train_seconds": 60.0, "work_seconds": 60.0, "validation": made}]
     report = ReportInput(metrics={"both": made}, rounds=history)
     page = Page(render_report(report))
     assert MADE in page.words
@@ -135,9 +135,10 @@ def test_a_new_metric_is_in_the_terminal_and_in_dvcs_figures(
 
     assert MADE in summary({"metrics": made, "steps": []}).splitlines()[0]
     cells = [Cell("data", "one", runs=[Run(0, made)])]
-    monkeypatch.setattr(results, "_cells", lambda comparison, found: cells)
+    monkeypatch.setattr(results, "_cells", lambda *given: cells)
     monkeypatch.setattr(results, "gather", lambda comparison: {})
-    heads, row = results.table(SimpleNamespace())  # type: ignore[arg-type]
+    text = results.table(SimpleNamespace(jobs={}))  # type: ignore[arg-type]
+    heads, row = (line.split("\t") for line in text.splitlines())
     assert row[heads.index(MADE)] == f"{made[MADE]:.1f}"
     result = {"metrics": made, "costs": {}}
     step = SimpleNamespace(name="data/one/0", result=lambda: result)

@@ -28,7 +28,7 @@ def matrices(tiny_dataset):
 
 def ranked(matrices, methods) -> dict[str, np.ndarray]:
     train, relevance, labels, queries = matrices
-    return rank(csr_matrix(train.T), relevance, csr_matrix(labels.T), queries, methods, 43, "test")
+    return rank(train, relevance, labels, queries, methods, 43, "test")
 
 
 def test_fewer_neighbours_are_the_nearest_ones(matrices, monkeypatch):

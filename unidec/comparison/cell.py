@@ -26,12 +26,13 @@ import numpy as np
 
 from unidec.comparison.jobs import START
 from unidec.comparison.peers import PEERS
-from unidec.comparison.peers.running import K, last_lines, run_peer
+from unidec.comparison.peers.running import last_lines, run_peer
 from unidec.comparison.workspace import FAILURE, LOG, MODEL, PREDICTIONS, RESULT, SPEC, Step
 from unidec.config import Params, flatten
 from unidec.data.file_lock import lock_file
 from unidec.data.storage import MANIFEST, folder_bytes, read_json, read_json_lines, write_json
 from unidec.errors import ConfigError, Stopped, TrainingError, UnidecError
+from unidec.evaluation.baselines import K
 from unidec.machine import host_peak
 from unidec.pipeline import paths
 
@@ -49,10 +50,11 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
     Raises:
         TrainingError: with the reason, which is also in failure.json.
     """
-    variables = {**os.environ, **environment, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     if stopping.is_set():
-        fix = "run it again to resume"
-        raise TrainingError("the comparison is being stopped", where=step.name, fix=fix)
+        raise TrainingError(
+            "the comparison is being stopped", where=step.name, fix="run it again to resume"
+        )
+    variables = {**os.environ, **environment, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     try:
         step.folder.mkdir(parents=True, exist_ok=True)
         write_json(step.folder / SPEC, dict(step.spec))
@@ -66,9 +68,12 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
                 process_group=0,
             )
     except OSError as error:
-        what = "the process of this run cannot be started"
-        fix = "make its folder writable, free memory or disk space, then run it again"
-        raise TrainingError(what, where=step.name, got=error, fix=fix) from error
+        raise TrainingError(
+            "the process of this run cannot be started",
+            where=step.name,
+            got=error,
+            fix="make its folder writable, free memory or disk space, then run it again",
+        ) from error
     while (code := process.poll()) is None:
         if stopping.wait(POLL_S):
             _end(process)
@@ -124,6 +129,8 @@ def _make(step: Step) -> None:
     """Produce a step's data set, model or peer, and its result; then delete files that only an
     unfinished run needs.
     """
+    from unidec.pipeline.evaluation import data_card
+
     Path(FAILURE).unlink(missing_ok=True)
     if step.result() is not None:  # a result of other code
         kept = (SPEC, LOG, ".lock")
@@ -136,34 +143,28 @@ def _make(step: Step) -> None:
     if spec["kind"] == "data":
         _prepare_data(params, spec["train"], spec["test"])
     else:
-        result |= _run(spec, params)
+        work = {"peer": _peer, "trial": _trained}.get(spec["kind"], _recipe)
+        made = work(spec, params)
         # of an interrupted earlier attempt, only the seconds of its training are known
-        recorded = 0.0
-        for line in result["curve"]:
-            refresh = line.get("refresh", {})
-            recorded += line["seconds"] + refresh.get("refresh_seconds", 0)
-        result["costs"]["total_seconds"] = max(time.time() - begin, recorded)
+        recorded = seconds_of(made["curve"])
+        made["costs"]["total_seconds"] = max(time.time() - begin, recorded)
         # comparable on a machine that others use too
-        result["costs"]["cpu_seconds"] = time.process_time()
+        made["costs"]["cpu_seconds"] = time.process_time()
+        lineage = _lineage() | made.get("lineage", {})
+        result |= {**made, "dataset": data_card(params), "lineage": lineage}
     write_json(RESULT, result)
     if not spec["keep"]:
         _remove([Path(MODEL), Path("outputs/bundle")])
     remove_checkpoints(Path())
 
 
-def _run(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
-    """Train and measure a cell; returns entries of result.json."""
-    from unidec.pipeline.evaluation import data_card
+def seconds_of(curve: Iterable[Mapping[str, Any]]) -> float:
+    """Seconds of rounds and their refreshes, from lines of rounds.jsonl."""
+    return sum(line["seconds"] + _refresh_seconds(line) for line in curve)
 
-    if spec["kind"] == "peer":
-        result = _peer(spec["peer"], params)
-    elif spec["kind"] == "trial":
-        result = _trained(params)
-    else:
-        result = _recipe(spec, params)
-    result["dataset"] = data_card(params)
-    result["lineage"] = _lineage() | result.get("lineage", {})
-    return result
+
+def _refresh_seconds(line: Mapping[str, Any]) -> float:
+    return float(line["refresh"].get("refresh_seconds", 0.0))
 
 
 def remove_checkpoints(folder: Path) -> None:
@@ -192,7 +193,7 @@ def _prepare_data(params: Params, train: int | None, test: int | None) -> None:
     pipeline.propensity(params)
 
 
-def _trained(params: Params) -> dict[str, Any]:
+def _trained(_spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
     """Train; returns costs, curve and MLflow run of the training. The test split is not used."""
     from unidec import pipeline
     from unidec.tracking.run import tracking_state
@@ -203,11 +204,10 @@ def _trained(params: Params) -> dict[str, Any]:
     assert trained is not None  # one process trains it
     run_dir = Path(trained.run_dir)
     curve = read_json_lines(run_dir / "rounds.jsonl")
-    refreshes = [line.get("refresh", {}) for line in curve]
     costs = {
         "peak_memory_bytes": float(host_peak()),
         "train_seconds": sum(line["train_seconds"] for line in curve),
-        "refresh_seconds": sum(refresh.get("refresh_seconds", 0.0) for refresh in refreshes),
+        "refresh_seconds": sum(map(_refresh_seconds, curve)),
     }
     run_id = tracking_state(run_dir).get("run_id")
     return {"costs": costs, "curve": curve, "mlflow_run": run_id}
@@ -224,38 +224,33 @@ def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
 
     result: dict[str, Any] = {"costs": {}, "curve": [], "mlflow_run": None}
     if spec["kind"] == "recipe":
-        result = _trained(params)
+        result = _trained(spec, params)
     pipeline.index(params)
     pipeline.evaluate(params)
     metrics = read_json(paths.METRICS)
     table = pq.read_table(paths.PREDICTIONS, columns=["labels"])
-    lists = table["labels"].to_pylist()
+    lists = table["labels"].combine_chunks()
     labels = np.full((len(lists), K), -1, dtype=np.int32)  # [n, K], -1 behind the last
-    for row, found in enumerate(lists):
-        labels[row, : len(found)] = found
+    num_n1 = lists.value_lengths().to_numpy()[:, None]
+    labels[np.arange(K) < num_n1] = lists.flatten()
     np.save(PREDICTIONS, labels, allow_pickle=False)
     bundle = Bundle.load(paths.BUNDLE, verify=False)
     model = bundle.model
-    parameters = 0
-    for part in (model.encoder, model.head_de, model.head_clf):
-        if part is not None:
-            parameters += sum(weight.numel() for weight in part.parameters())
-    for name in ("clf", "bias"):
-        if name in bundle.vectors:
-            parameters += bundle.vectors[name].size
+    parts = filter(None, (model.encoder, model.head_de, model.head_clf))
+    sizes = [weight.numel() for part in parts for weight in part.parameters()]
+    rows = bundle.vectors.keys() & {"clf", "bias"}
+    sizes += [bundle.vectors[name].size for name in rows]
     result["costs"] |= {
         "search_ms": _search_ms(bundle, params),
-        "parameters": float(parameters),
+        "parameters": float(sum(sizes)),
         "bundle_bytes": float(folder_bytes(paths.BUNDLE)),
     }
-    result["metrics"] = metrics["test"]
-    result["validation"] = metrics.get("validation", {})
     # results are shared: without folders of this machine
     result["params"] = {}
     for key, value in flatten(params).items():
         if not Path(str(value)).is_absolute():
             result["params"][key] = value
-    return result
+    return result | {"metrics": metrics["test"], "validation": metrics["validation"]}
 
 
 def _search_ms(bundle: Any, params: Params) -> float:
@@ -271,15 +266,16 @@ def _search_ms(bundle: Any, params: Params) -> float:
     return 1000 * seconds / max(len(texts), 1)
 
 
-def _peer(name: str, params: Params) -> dict[str, Any]:
+def _peer(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
     """Run a peer, remove filtered pairs, evaluate its labels as our own, and log an MLflow run."""
-    from unidec.evaluation.metrics import evaluate, filtered_truth, remove_filtered
+    from unidec.evaluation.metrics import evaluate, remove_filtered, truth_of
     from unidec.model.encoder_folder import FROM_HERE, resolved
     from unidec.model.sources import resolve_encoder
     from unidec.tracking.run import Tracker
 
     dataset = paths.open_dataset()
     propensity = paths.open_propensity()
+    name = spec["peer"]
     peer = PEERS[name]
     settings = {
         "text": params.tokens.text,
@@ -298,19 +294,18 @@ def _peer(name: str, params: Params) -> dict[str, Any]:
     vectors = _vectors(params, dataset) if peer.reads_vectors else None
     labels, facts = run_peer(name, dataset, settings, vectors)
     rows = dataset.rows("test")
-    filters = dataset.filter_pairs[rows]
-    truth = filtered_truth(dataset.relevance[rows], filters)
-    labels = remove_filtered(labels, filters, K)
+    labels = remove_filtered(labels, dataset.filter_pairs[rows], K)
     np.save(PREDICTIONS, labels.astype(np.int32), allow_pickle=False)
+    truth = truth_of(dataset, rows)
     metrics = evaluate(labels, truth, propensity.inverse_L, propensity.group_L)
     version = facts.pop("version")
     costs = {"peak_memory_bytes": float(host_peak()), **facts}
     tracker = Tracker(params.tracking.experiment)
     about = {"name": dataset.name, "digest": dataset.sha256, "path": str(paths.DATASET)}
     tracker.start("runs/peer", {"peer": name, "seed": params.seed}, {}, about)
-    tracker.log_final({f"test/{metric}": value for metric, value in metrics.items()})
-    tracker.log_final({f"cost/{cost}": value for cost, value in costs.items()})
-    tracker.finish("FINISHED")
+    for part, figures in (("test", metrics), ("cost", costs)):
+        tracker.log_final({f"{part}/{name}": value for name, value in figures.items()})
+    tracker.finish()
     return {
         "metrics": metrics,
         "validation": {},
@@ -345,11 +340,13 @@ def _lineage() -> dict[str, str]:
     tags = code_tags()
     names = {COMMIT_TAG: "commit", DIRTY_TAG: "edited", "unidec.version": "unidec"}
     found = {short: tags[name] for name, short in names.items() if name in tags}
-    found["system"] = f"{platform.system()} {platform.machine()}"
-    found["cores"] = str(os.cpu_count())
-    found["threads"] = str(torch.get_num_threads())
-    found["python"] = platform.python_version()
-    found["torch"] = torch.__version__
+    found |= {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     return found
@@ -370,8 +367,8 @@ def _link(links: Mapping[str, str]) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         if name == "data/cache":
             Path(target).mkdir(parents=True, exist_ok=True)
-        _remove([place])
-        place.symlink_to(os.path.join(*[".."] * len(place.parent.parts), target))
+        place.unlink(missing_ok=True)
+        place.symlink_to(os.path.relpath(target, place.parent))
 
 
 if __name__ == "__main__":

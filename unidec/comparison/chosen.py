@@ -11,6 +11,7 @@ trial failed, or was stopped early.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -87,20 +88,18 @@ def write_chosen(path: str | Path, file: ComparisonFile, trials: Mapping[str, Tr
     entries: dict[str, Any] = read_yaml(place)[0] if place.is_file() else {}
     for cell, tried in trials.items():
         figures = {}
-        best: Overrides = {}
-        highest = -1.0
+        trained = []
         for changed, metric in tried:
             name = in_words(changed) or AS_IT_IS
             figures[name] = None if metric is None else round(metric, 3)
-            if metric is not None and metric > highest:
-                best = changed
-                highest = metric
+            if metric is not None:
+                trained.append((metric, changed))
+        _, best = max(trained, key=itemgetter(0), default=(None, {}))
         entries[cell] = {"set": best, "trials": figures}
     ordered = {cell: entries[cell] for cell in file.cells if cell in entries}
     head = HEAD.format(path=path, metric=METRIC, data=file.tuning.data, seed=file.seeds[0])
     text = yaml.safe_dump(
         ordered, sort_keys=False, allow_unicode=True, default_flow_style=None, width=118
     )
-    place.parent.mkdir(parents=True, exist_ok=True)
     write_bytes_atomic(place, (head + text).encode())
     return place

@@ -131,6 +131,14 @@ class ComparisonFile(Section):
     """the same number of trials for every recipe cell"""
 
 
+ENTRIES: dict[str, type[Section]] = {
+    "data": DataEntry,
+    "cells": CellEntry,
+    "groups": GroupEntry,
+    "tuning": TuningEntry,
+}
+
+
 def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str]]:
     """Read a comparison file and check its form.
 
@@ -143,8 +151,9 @@ def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str]]:
     """
     path = Path(path)
     if not path.is_file():
-        fix = "docs/comparing.md shows how to write one"
-        raise ConfigError("no such comparison file", where=path, fix=fix)
+        raise ConfigError(
+            "no such comparison file", where=path, fix="docs/comparing.md shows how to write one"
+        )
     raw, lines = read_yaml(path)
     origin = origins(lines)
     try:
@@ -159,9 +168,12 @@ def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str]]:
         else:
             left[name] = entry
     if not left:
-        what = "no data set of this comparison exists"
-        fix = "add the folder of one of them, or another entry in `data`"
-        raise ConfigError(what, where=path, got=", ".join(file.data), fix=fix)
+        raise ConfigError(
+            "no data set of this comparison exists",
+            where=path,
+            got=", ".join(file.data),
+            fix="add the folder of one of them, or another entry in `data`",
+        )
     return file.model_copy(update={"data": left}), origin
 
 
@@ -171,7 +183,8 @@ def _explain(detail: ErrorDetails, origin: dict[str, str]) -> str:
     key = ".".join(path)
     got = short(detail["input"])
     if detail["type"] == "extra_forbidden":
-        known = list(_section(path).model_fields)
+        section = ENTRIES[path[0]] if len(path) > 1 else ComparisonFile
+        known = list(section.model_fields)
         expected = f"one of {', '.join(known)}"
         near = nearest(path[-1], known)
         return problem(key, "unknown key", got, expected, origin, near=near)
@@ -181,17 +194,6 @@ def _explain(detail: ErrorDetails, origin: dict[str, str]) -> str:
         path.pop()
     where = {key: origin[".".join(path)]} if path else {}
     return problem(key, what, got, valid_values(detail), where)
-
-
-def _section(path: list[str]) -> type[Section]:
-    """The section that contains the last key of a key path."""
-    if path[0] == "tuning" and len(path) > 1:
-        return TuningEntry
-    if len(path) <= 2:
-        return ComparisonFile
-    entries: dict[str, type[Section]]
-    entries = {"data": DataEntry, "cells": CellEntry, "groups": GroupEntry}
-    return entries.get(path[0], ComparisonFile)
 
 
 def flat(overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 from zipfile import BadZipFile
@@ -30,6 +30,7 @@ from unidec.evaluation.metrics import QueryParts, by_query, truth_of
 from unidec.evaluation.significance import Comparison as PairedTest
 from unidec.evaluation.significance import best_systems, compare_systems
 from unidec.metric_names import shown
+from unidec.text_page import render_text
 from unidec.training.stopping import METRIC
 
 # costs to which those of the trainings that a run builds on are added
@@ -51,7 +52,6 @@ def write_report(comparison: Comparison) -> Path:
     """
     found = gather(comparison)
     page = page_input(comparison, found, contrasts(comparison, found))
-    comparison.root.mkdir(parents=True, exist_ok=True)
     write_comparison(comparison.root / "report.html", page)
     write_bytes_atomic(comparison.root / "results.json", in_lines(figures(page)))
     return comparison.root / "report.html"
@@ -127,7 +127,7 @@ def figures(page: ComparisonInput) -> dict[str, Any]:
 def _curve(run: Run) -> list[list[float | None]]:
     curve = []
     for line in run.curve:
-        if "work_seconds" in line and METRIC in line.get("validation", ()):
+        if METRIC in line["validation"]:
             minutes = line["work_seconds"] / 60
             percent = line["validation"][METRIC]
             curve.append([_rounded(minutes), _rounded(percent)])
@@ -148,21 +148,10 @@ def _rounded(value: float, digits: int = 3) -> float | None:
     return round(value, digits) if math.isfinite(value) else None
 
 
-def table(comparison: Comparison) -> list[list[str]]:
-    """The results so far, for a terminal: column headings, then a row per cell, mean ± spread over
-    seeds.
-    """
-    names = shown("compare")
-    rows = [["data", "cell", "seeds", *names]]
-    for cell in _cells(comparison, gather(comparison)):
-        if cell.runs:
-            row = [cell.task, cell.name, str(len(cell.runs))]
-            for name in names:
-                value = cell.summary(name)
-                spread = f" ± {value.spread:.1f}" if value.count > 1 else ""
-                row.append(f"{value.mean:.1f}{spread}")
-            rows.append(row)
-    return rows
+def table(comparison: Comparison) -> str:
+    """The results so far, for a terminal: a row per cell, mean ± spread over seeds."""
+    cells = _cells(comparison, comparison.jobs, gather(comparison))
+    return render_text("comparison.txt", names=shown("compare"), cells=cells)
 
 
 def write_metrics(path: Path, step: Step) -> None:
@@ -174,7 +163,6 @@ def write_metrics(path: Path, step: Step) -> None:
         figures[key] = round(result["metrics"][name], 3)
     seconds = result["costs"].get("train_seconds", 0.0)
     figures["train_seconds"] = round(seconds, 1)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, figures)
 
 
@@ -189,31 +177,30 @@ def page_input(
 ) -> ComparisonInput:
     """The input of the page: data sets on which something ran, or all if nothing did."""
     file = comparison.file
-    jobs = comparison.jobs
     notes = _notes(comparison, found)
+    planned = dict.fromkeys(job.data for job in comparison.jobs.values())
     started = set()
-    later = {job.data: None for job in jobs.values()}
-    for key, job in jobs.items():
+    for key, job in comparison.jobs.items():
         if key in found or comparison.steps[key].failure():
             started.add(job.data)
-            later.pop(job.data, None)
+    later = [data for data in planned if data not in started]
     if started and later:
         notes.append(f"Not run yet: {', '.join(later)}.")
-        jobs = {key: job for key, job in jobs.items() if job.data in started}
-        comparison = replace(comparison, jobs=jobs)
-    used = {job.data for job in jobs.values()}
+    used = started or planned
+    jobs = {key: job for key, job in comparison.jobs.items() if job.data in used}
     cards = {jobs[key].data: found[key]["dataset"] for key in reversed(found)}
-    tasks = []
-    for name, entry in file.data.items():
-        if name in used:
-            tasks.append(Task(name, entry.about, cards.get(name, {})))
+    tasks = [
+        Task(name, entry.about, cards.get(name, {}))
+        for name, entry in file.data.items()
+        if name in used
+    ]
     return ComparisonInput(
         title=file.title or f"Comparison {file.name}",
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         about=file.about,
         notes=notes,
         tasks=tasks,
-        cells=_cells(comparison, found),
+        cells=_cells(comparison, jobs, found),
         contrasts=contrasts,
         contrast_note=NOTE,
         groups=[{"title": title, **group.model_dump()} for title, group in file.groups.items()],
@@ -274,24 +261,28 @@ def contrasts(comparison: Comparison, found: Results) -> dict[str, list[PairedTe
     return done
 
 
-def _cells(comparison: Comparison, found: Results) -> list[Cell]:
-    cells: dict[tuple[str, str], Cell] = {}
-    for job in comparison.jobs.values():
-        cell = cells.get((job.data, job.cell)) or _cell(comparison, job)
-        if job.key in found:
-            run = _run(comparison, job, found)
-            cell = replace(cell, runs=[*cell.runs, run])
-        cells[job.data, job.cell] = cell
-    return list(cells.values())
+def _cells(comparison: Comparison, jobs: Mapping[str, Job], found: Results) -> list[Cell]:
+    of_cell: dict[tuple[str, str], list[Job]] = {}
+    for job in jobs.values():
+        of_cell.setdefault((job.data, job.cell), []).append(job)
+    return [_cell(comparison, seeds, found) for seeds in of_cell.values()]
 
 
-def _cell(comparison: Comparison, job: Job) -> Cell:
-    """The cell of a job, without runs."""
+def _cell(comparison: Comparison, seeds: Sequence[Job], found: Results) -> Cell:
+    """A cell with the runs that have a result."""
+    job = seeds[0]
     about = comparison.file.cells[job.cell].about
-    cell = Cell(job.data, job.cell, about=about, settings=job.settings)
     if job.peer:
-        return replace(cell, kind="peer", about=about or PEERS[job.peer].about)
-    return replace(cell, recipe=job.params.recipe or "")
+        about = about or PEERS[job.peer].about
+    return Cell(
+        job.data,
+        job.cell,
+        kind="peer" if job.peer else "recipe",
+        about=about,
+        recipe=job.params.recipe or "",
+        settings=job.settings,
+        runs=[_run(comparison, one, found) for one in seeds if one.key in found],
+    )
 
 
 def _run(comparison: Comparison, job: Job, found: Results) -> Run:
@@ -299,17 +290,16 @@ def _run(comparison: Comparison, job: Job, found: Results) -> Run:
     result = found[job.key]
     costs = dict(result["costs"])
     curve = [dict(line) for line in result["curve"]]
-    if curve and "work_seconds" in curve[-1]:
+    if curve:
         costs["work_seconds"] = curve[-1]["work_seconds"]
     if job.needs in found:
-        earlier = _run(comparison, comparison.jobs[job.needs], found).costs
-        before = {name: earlier.get(name, 0.0) for name in _ADDED}
+        before = _run(comparison, comparison.jobs[job.needs], found).costs
         for name in _ADDED:
-            if name in costs or name in earlier:
+            if name in before:
                 costs[name] = costs.get(name, 0.0) + before[name]
         if curve:
             curve[0]["train_seconds"] += before["train_seconds"] + before["refresh_seconds"]
-        for line in curve if "work_seconds" in costs else ():
+        for line in curve:
             line["work_seconds"] += before["work_seconds"]
     return Run(
         seed=job.seed,
@@ -344,29 +334,26 @@ def _scores(comparison: Comparison, jobs: Sequence[Job]) -> dict[str, list[Query
     They are read from a run's scores.npz; if it is missing, they are computed from the run's
     predictions and written."""
     scores: dict[str, list[QueryParts]] = {}
-    # of the test split, with inverse propensities float64 [L]
-    truth: tuple[csr_matrix, np.ndarray] | None = None
     for job in jobs:
         step = comparison.steps[job.key]
         place = step.folder / SCORES
         predictions = step.folder / PREDICTIONS
-        if not place.is_file():
-            if not predictions.is_file():
-                continue
+        if not place.is_file() and predictions.is_file():
             made_by = comparison.steps[step.needs[0]]
-            truth = truth or _truth(made_by.folder / "data")
-            relevance, inverse_L = truth
+            relevance, inverse_L = _truth(made_by.folder / "data")
             labels = load_array(predictions, np.int32, ndim=2)
             _write_scores(place, by_query(labels, relevance, shown("tested"), inverse_L))
-        scores.setdefault(job.cell, []).append(read_scores(place))
+        if place.is_file():
+            scores.setdefault(job.cell, []).append(read_scores(place))
     return scores
 
 
+@lru_cache(maxsize=1)
 def _truth(data: Path) -> tuple[csr_matrix, np.ndarray]:
+    """The truth of a data set's test split, and inverse propensities float64 [L]."""
     dataset = XMCDataset.open(data / "dataset")
-    rows = dataset.rows("test")
-    truth = truth_of(dataset, rows)
-    return truth, load_propensity(data / "propensity").inverse_L
+    relevance = truth_of(dataset, dataset.rows("test"))
+    return relevance, load_propensity(data / "propensity").inverse_L
 
 
 def _write_scores(path: Path, parts: QueryParts) -> None:
@@ -382,9 +369,9 @@ def _write_scores(path: Path, parts: QueryParts) -> None:
 
 
 def read_scores(path: Path) -> QueryParts:
+    parts = {}
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
-            parts = {}
             for metric in shown("tested"):
                 above_N = arrays[f"{metric}/above"].astype(np.float64)
                 below_N = arrays[f"{metric}/below"].astype(np.float64)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from unidec.comparison.cell import POLL_S, remove_checkpoints, run_step
+from unidec.comparison.cell import POLL_S, remove_checkpoints, run_step, seconds_of
 from unidec.comparison.chosen import Trials
 from unidec.comparison.jobs import Job, in_words
 from unidec.comparison.tuning_space import (
@@ -48,7 +48,7 @@ from unidec.data.storage import read_json_lines, write_bytes_atomic
 from unidec.errors import ArtifactError, ConfigError, TrainingError, UnidecError
 from unidec.interrupt import stop_signals
 from unidec.progress import Progress, progress
-from unidec.text_page import markdown_table
+from unidec.text_page import render_text
 from unidec.tracking.provenance import code_tags
 from unidec.tracking.run import RUN_TAGS, Tracker, run_tags
 from unidec.tracking.store import tracking_uri
@@ -102,24 +102,6 @@ class Subject:
     asked: Params | None = None
 
 
-@dataclass
-class Trained:
-    """Progress of a trial's training."""
-
-    epoch: int = 0
-    rounds: int = 0
-    seconds: float = 0.0
-    metric: float = 0.0
-
-    def add(self, line: Mapping[str, Any], metric: str) -> None:
-        """Add a round, from its line of rounds.jsonl."""
-        self.epoch = line["epoch"]
-        self.rounds = line["round"]
-        refresh = line.get("refresh", {})
-        self.seconds += line["seconds"] + refresh.get("refresh_seconds", 0.0)
-        self.metric = line["validation"][metric]
-
-
 class Search:
     """A search in its folder. Optuna draws and prunes; the comparison's engine trains
     (`unidec.comparison.cell`).
@@ -139,8 +121,7 @@ class Search:
         self.space = distributions(subject.ranges)
         self.unchanged = unchanged(subject.ranges, self.params)
         self.needed, first = self._steps(self.unchanged)
-        of_data = first.needs[0]
-        self.data = next(step for step in self.needed if step.name == of_data)
+        self.data = self.needed[0]  # of the tuning, which all its trainings share
         decide = keys_deciding("tokens", "label_graph", "training", "index")
         about = {
             "ranges": {key: str(ranged) for key, ranged in self.space.items()},
@@ -235,52 +216,50 @@ class Search:
         return best
 
     def _try(self, number: int, bar: Progress[Any]) -> int:
-        """Draw a trial and train it to its end, or to the round after which it is pruned; returns
-        its epochs.
+        """Draw a trial and train it to its end, or to the round after which Optuna prunes it;
+        returns its epochs.
         """
         trial = self._draw(number)
-        trained = Trained()
+        lines: list[dict[str, Any]] = []
+        epoch = 0
         state = self.states.COMPLETE
+        value = None
         failed = ""
         try:
             _, step = self._steps(trial.params)
-            if self._is_pruned(trial, step, trained, bar, f"trial {number}"):
-                state = self.states.PRUNED
-                self._end_pruned(step, trained.rounds)
+            name = f"trial {number}"
+            with contextlib.closing(self._rounds(step, name)) as rounds:
+                for line in rounds:
+                    bar.update(line["epoch"] - epoch)
+                    lines.append(line)
+                    epoch = line["epoch"]
+                    value = line["validation"][self.metric]
+                    figure = f"{self.metric} {value:.2f}"
+                    bar.note(f"{self.subject.name}, {name}: {figure} after epoch {epoch}")
+                    if self._prunes(trial, value, line):
+                        state = self.states.PRUNED
+                        break
+            if state == self.states.PRUNED:
+                self._end_pruned(step, len(lines))
         except UnidecError as error:
             if self.stopping.is_set() or (number == 0 and self._starts_unchanged):
                 raise  # not caused by the tuned values: repeated when the search is resumed
             state = self.states.FAIL
             failed = str(error)
         with stop_signals():
-            trial.set_user_attr("seconds", trained.seconds)
-            trial.set_user_attr("rounds", trained.rounds)
+            trial.set_user_attr("seconds", seconds_of(lines))
+            trial.set_user_attr("rounds", len(lines))
             if failed:
                 trial.set_user_attr("failed", failed)
-            metric = trained.metric if state == self.states.COMPLETE else None
-            self.study.tell(trial, metric, state)
-        return trained.epoch
+            finished = state == self.states.COMPLETE
+            self.study.tell(trial, value if finished else None, state)
+        return epoch
 
-    def _is_pruned(
-        self, trial: Any, step: Step, trained: Trained, bar: Progress[Any], name: str
-    ) -> bool:
-        """Train a trial to its end, or to the round after which Optuna prunes it; returns whether
-        it was pruned. `trained` records the progress.
-        """
-        with contextlib.closing(self._rounds(step, name)) as rounds:
-            for line in rounds:
-                before = trained.epoch
-                trained.add(line, self.metric)
-                with stop_signals():
-                    trial.report(trained.metric, trained.epoch)
-                    prune = not line["finished"] and trial.should_prune()
-                figure = f"{self.metric} {trained.metric:.2f}"
-                place = f"{self.subject.name}, {name}"
-                bar.note(f"{place}: {figure} after epoch {trained.epoch}")
-                bar.update(trained.epoch - before)
-                if prune:
-                    return True
-        return False
+    def _prunes(self, trial: Any, value: float, line: Mapping[str, Any]) -> bool:
+        """Report a round to Optuna; returns whether Optuna ends the trial after it."""
+        with stop_signals():
+            trial.report(value, line["epoch"])
+            return not line["finished"] and trial.should_prune()
 
     @property
     def _starts_unchanged(self) -> bool:
@@ -369,29 +348,19 @@ class Search:
         run. None: best.yaml was not requested, or no trial has finished.
         """
         ended = self.ended
-        heads = ["trial", "state", self.metric, "seconds", *self.space]
-        rows = []
-        for number, trial in enumerate(ended):
-            noted = trial.user_attrs
-            state = "trained"
-            if "failed" in noted:
-                reason = noted["failed"].splitlines()[0]
-                state = f"failed: {reason}".replace("|", "/")
-            elif trial.state == self.states.PRUNED:
-                state = f"pruned after round {noted['rounds']}"
-            value = "" if trial.value is None else f"{trial.value:.2f}"
-            seconds = f"{noted['seconds']:.0f}"
-            settings = [_figure(trial.params[key]) for key in self.space]
-            rows.append([str(number), state, value, seconds, *settings])
-        text = markdown_table(heads, rows) + "\n"
-        write_bytes_atomic(self.root / TABLE, text.encode())
+        table = render_text("trials.md", metric=self.metric, keys=list(self.space), trials=ended)
+        write_bytes_atomic(self.root / TABLE, f"{table}\n".encode())
         last = ended[-1].value
         if last is not None:
             self.tracker.log(len(ended), {f"validation/{self.metric}": last})
         asked = self.subject.asked
+        return self.write_best(asked) if asked and self._finished() else None
+
+    def _finished(self) -> list[tuple[int, Any]]:
+        """Number and record of each trial that finished."""
+        numbered = enumerate(self.ended)
         finished = self.states.COMPLETE
-        has_finished = any(trial.state == finished for trial in ended)
-        return self.write_best(asked) if asked and has_finished else None
+        return [(number, one) for number, one in numbered if one.state == finished]
 
     def best(self) -> tuple[int, Any]:
         """Number and record of the best trial; on ties the first.
@@ -399,16 +368,14 @@ class Search:
         Raises:
             TrainingError: no trial has finished.
         """
-        finished = self.states.COMPLETE
-        numbered = enumerate(self.ended)
-        trained = [(number, trial) for number, trial in numbered if trial.state == finished]
-        if not trained:
+        finished = self._finished()
+        if not finished:
             raise TrainingError(
                 "no trial has finished",
                 where=self.root / TABLE,
                 fix="narrower ranges, or more trials",
             )
-        return max(trained, key=lambda one: one[1].value)
+        return max(finished, key=lambda numbered: numbered[1].value)
 
     def figures(self) -> Trials:
         """Changed settings and metric of each trial that ended."""
@@ -450,7 +417,3 @@ class Search:
             best=str(path),
             table=str(table),
         )
-
-
-def _figure(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -172,11 +172,12 @@ def matching(comparison: Comparison, only: Sequence[str]) -> set[str]:
     Raises:
         ConfigError: a pattern matches nothing.
     """
+    jobs = comparison.jobs
     if not only:
-        return set(comparison.jobs)
+        return set(jobs)
     chosen: set[str] = set()
     for pattern in only:
-        found = [job.key for job in comparison.jobs.values() if _matches(job, pattern)]
+        found = {key for key in jobs if _matches(jobs[key], pattern)}
         if not found:
             raise ConfigError(
                 "no such cell",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from unidec.evaluation.significance import Comparison, best_systems, compare_sys
 from unidec.metric_names import BASELINES, in_words, parse, shown
 from unidec.progress import progress
 from unidec.ranking.sparse import largest_of_each
+from unidec.text_page import render_text
 
 MODEL = "model"
 K = 100
@@ -86,19 +87,14 @@ def measure_baselines(dataset: XMCDataset, text: Text, inverse_L: Any, group_L: 
     except DataError as error:
         return Baselines({}, {}, places, f"No TF-IDF baselines: {error.what}.")
     filters = dataset.filter_pairs[test[places]]
-    most_filtered = int(np.diff(filters.indptr).max(initial=0))
-    width = min(K + most_filtered, dataset.num_labels)
     label_texts = itertools.chain.from_iterable(dataset.text_batches("labels", text))
-    label_LF = vectorizer.transform(label_texts)
-    relevance_ML = truth_of(dataset, rows)
-    query_nF = vectorizer.transform(dataset.query_texts(test[places], text))
     ranked = rank(
-        train_FM=csr_matrix(train_MF.T),
-        relevance_ML=relevance_ML.astype(np.float32),
-        label_FL=csr_matrix(label_LF.T),
-        query_nF=query_nF,
+        train_MF=train_MF,
+        relevance_ML=truth_of(dataset, rows).astype(np.float32),
+        label_LF=vectorizer.transform(label_texts),
+        query_nF=vectorizer.transform(dataset.query_texts(test[places], text)),
         methods=list(BASELINES),
-        width=width,
+        width=width_of(filters),
         desc="TF-IDF baselines",
     )
     truth = filtered_truth(dataset.relevance[test[places]], filters)
@@ -145,10 +141,7 @@ def compare_with_baselines(
     (of_model,) = runs[MODEL]
     names = [name for name in names if of_model[name][1].any()]
     best = best_systems(runs, list(baselines.labels), names)
-    better = {name: runs[best[name]][0][name] for name in names}
-    pair = {MODEL: [of_model], "best": [better]}
-    compared = compare_systems(pair, "best", names, num_samples=NUM_SAMPLES)
-    return [replace(one, against=best[one.metric]) for one in compared]
+    return compare_systems(runs, best, names, systems=[MODEL], num_samples=NUM_SAMPLES)
 
 
 def verdict(compared: Sequence[Comparison]) -> str:
@@ -157,22 +150,7 @@ def verdict(compared: Sequence[Comparison]) -> str:
     """
     if not compared:
         return ""
-    gained: list[str] = []
-    lost: list[str] = []
-    undecided: list[str] = []
-    for one in compared:
-        kind = gained if one.better else lost if one.worse else undecided
-        kind.append(f"{in_words(one.metric)} {one.difference:+.1f}")
-    nothing = "nothing significant"
-    sentence = (
-        "Against the better TF-IDF baseline of each metric, "
-        f"on {compared[0].num_queries:,} test queries, "
-        f"the model gains {', '.join(gained) or nothing}; loses {', '.join(lost) or nothing}"
-    )
-    if undecided:
-        sentence += f"; no significant difference: {', '.join(undecided)}"
-    meant = "percentage points; significant: p < 0.05 in a paired test with Holm's correction"
-    return f"{sentence} ({meant})."
+    return render_text("verdict.txt", compared=compared, in_words=in_words)
 
 
 def warnings(metrics: Mapping[str, float], dataset: XMCDataset, text: Text) -> list[str]:
@@ -182,39 +160,23 @@ def warnings(metrics: Mapping[str, float], dataset: XMCDataset, text: Text) -> l
     Args:
         metrics: of the test split, in percent.
     """
-    reasons = []
-    trained = int((training_counts(dataset) > 0).sum())
-    if trained <= 1:
-        labels = "Only one label has" if trained else "No label has"
-        reasons.append(
-            f"{labels} training queries: the model has no choice between labels, and the metrics "
-            "say nothing about it."
-        )
+    num_labels = dataset.num_labels
     facts = text_facts(dataset, "queries", text)
     tested_N, leaked_N = tested_in_training(dataset, *facts)
-    num_tested = int(tested_N.sum())
-    if repeated := int(leaked_N.sum()):
-        reasons.append(
-            f"{repeated:,} of {num_tested:,} test queries ({repeated / num_tested:.1%}) have the "
-            "same text as a training query: the metrics reward memorising them. Remove them "
-            "from the test split, or from training."
-        )
-    trivial: list[str] = []
-    surprising: list[str] = []
-    for name, value in metrics.items():
-        if "@" in name and "/" not in name and value >= PERFECT:
-            is_trivial = _is_trivial(name, dataset.num_labels)
-            (trivial if is_trivial else surprising).append(name)
-    if trivial:
-        labels = f"{dataset.num_labels:,} labels"
-        reasons.append(f"{', '.join(trivial)}: 100.0 because the data set has only {labels}.")
-    if surprising:
-        reasons.append(
-            f"{', '.join(surprising)}: 100.0. Real data is hardly ever that easy: look for test "
-            "queries among the training queries, for labels named in the texts, and at the "
-            "number of test queries."
-        )
-    return reasons
+    perfect = [
+        name
+        for name, value in metrics.items()
+        if "@" in name and "/" not in name and value >= PERFECT
+    ]
+    return render_text(
+        "warnings.txt",
+        num_labels=num_labels,
+        num_trained=int((training_counts(dataset) > 0).sum()),
+        num_tested=int(tested_N.sum()),
+        num_leaked=int(leaked_N.sum()),
+        trivial=[name for name in perfect if _is_trivial(name, num_labels)],
+        surprising=[name for name in perfect if not _is_trivial(name, num_labels)],
+    ).splitlines()
 
 
 def _is_trivial(metric: str, num_labels: int) -> bool:
@@ -247,9 +209,9 @@ def fit_words(texts: Iterable[str], where: str) -> tuple[Any, csr_matrix]:
 
 
 def rank(
-    train_FM: csr_matrix,
+    train_MF: csr_matrix,
     relevance_ML: csr_matrix,
-    label_FL: csr_matrix,
+    label_LF: csr_matrix,
     query_nF: csr_matrix,
     methods: Sequence[str],
     width: int,
@@ -262,8 +224,7 @@ def rank(
     + `MATCH_WEIGHT` x match, each scaled to a row maximum of 1.
 
     Args:
-        train_FM, label_FL: float32 CSR, unit vectors as columns. query_nF: float32 CSR, unit
-        vectors as rows.
+        train_MF, label_LF, query_nF: float32 CSR, unit vectors as rows.
         relevance_ML: float32 CSR of 0 and 1.
         methods: some of the three above. width: number of labels per query. desc: of the progress
         bar.
@@ -273,6 +234,8 @@ def rank(
     """
     from sklearn.preprocessing import normalize
 
+    train_FM = csr_matrix(train_MF.T)
+    label_FL = csr_matrix(label_LF.T)
     widest = max(train_FM.shape[1], label_FL.shape[1], 1)
     block = min(BLOCK, max(1, BLOCK_SCORES // widest))
     parts: dict[str, list[NDArray[np.int64]]] = {method: [] for method in methods}
@@ -296,16 +259,22 @@ def rank(
 
 
 def largest(score: csr_matrix, count: int) -> csr_matrix:
-    """Only the `count` largest entries of each row, with all ties for the last of them."""
-    keep = np.ones(score.nnz, dtype=bool)
-    for start, end in itertools.pairwise(score.indptr):
-        row = score.data[start:end]
-        if len(row) > count:
-            place = len(row) - count
-            keep[start:end] = row >= np.partition(row, place)[place]
-    kept = np.concatenate([[0], np.cumsum(keep)])
-    parts = (score.data[keep], score.indices[keep], kept[score.indptr])
-    return csr_matrix(parts, shape=score.shape)
+    """Only the `count` largest entries of each row, with all ties for the last of them; entries are
+    positive.
+    """
+    place_nK = largest_of_each(score.indptr, score.data, count)
+    least_n = np.append(score.data, 0.0)[place_nK[:, -1]]  # 0 for rows with fewer entries
+    least_E = np.repeat(least_n, np.diff(score.indptr))
+    kept = score.copy()
+    kept.data[score.data < least_E] = 0
+    kept.eliminate_zeros()
+    return kept
+
+
+def width_of(filters: csr_matrix) -> int:
+    """Number of labels to rank, so that K remain after the filter pairs of each query."""
+    most = int(np.diff(filters.indptr).max(initial=0))
+    return min(K + most, filters.shape[1])
 
 
 def top_rows(score: csr_matrix, width: int) -> NDArray[np.int64]:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from unidec.evaluation.figures import PEER, Chart, Line, Range, line_chart, point_chart, range_chart
 from unidec.evaluation.page import Records, Shown, number, render, write_page
-from unidec.evaluation.plot_tables import validation_records
 from unidec.evaluation.significance import ALPHA, Comparison
 from unidec.metric_names import GROUPS, shown
 
@@ -157,10 +156,11 @@ def render_comparison(comparison: ComparisonInput) -> str:
     for name, task in tasks.items():
         cells = [cell for cell in comparison.cells if cell.task == name]
         shown_tasks.append({"task": task, **_of_task(cells)})
-    contrasts = {}
-    for name, tests in comparison.contrasts.items():
-        for test in tests:
-            contrasts[name, test.system, test.against, test.metric] = test
+    contrasts = {
+        (name, test.system, test.against, test.metric): test
+        for name, tests in comparison.contrasts.items()
+        for test in tests
+    }
     return render(
         "comparison",
         comparison=comparison,
@@ -180,11 +180,9 @@ def _of_task(cells: Sequence[Cell]) -> dict[str, Any]:
     cells = ranked(cells, ORDER)
     best_peers = {}
     for metric in shown("comparison"):
-        measured = [cell for cell in cells if cell.values(metric)]
-        peers = [cell for cell in measured if cell.kind == "peer"]
-        if measured:
-            names = [cell.name for cell in ranked(peers, metric)]
-            best_peers[metric] = names[0] if names else ""
+        if any(cell.values(metric) for cell in cells):
+            peers = (cell.name for cell in ranked(cells, metric) if cell.kind == "peer")
+            best_peers[metric] = next(peers, "")
     groups = {}
     for metric in shown("comparison-group"):
         for group in GROUPS:
@@ -198,6 +196,8 @@ def _of_task(cells: Sequence[Cell]) -> dict[str, Any]:
         points.append((cell.name, x, y, cell.kind == "peer"))
     trade = point_chart("P@1 against PSP@5, test split", "P@1, percent", "PSP@5, percent", points)
     in_groups = [f"{group}/{metric}" for metric in shown("drawn-group") for group in GROUPS]
+    drawn = shown("part")
+    timed = [cell for cell in cells if any(_curve(cell, metric).x for metric in drawn)]
     return {
         "cells": cells,
         "metrics": list(best_peers),
@@ -206,7 +206,8 @@ def _of_task(cells: Sequence[Cell]) -> dict[str, Any]:
         "ranges": [_ranges(cells, metric) for metric in shown("drawn")],
         "group_ranges": [_ranges(cells, name) for name in in_groups],
         "trade": trade,
-        **_curves(cells),
+        "curves": [_curves(timed, metric) for metric in drawn],
+        "more_curves": len(timed) > CURVES,
     }
 
 
@@ -225,36 +226,25 @@ def _ranges(cells: Sequence[Cell], metric: str) -> Chart | None:
     for cell in ranked(cells, metric):
         of_seeds = cell.summary(metric)
         colour = PEER if cell.kind == "peer" else 0
-        row = Range(cell.name, of_seeds.mean, colour=colour)
-        if of_seeds.count > 1:
-            low = of_seeds.mean - of_seeds.spread
-            high = of_seeds.mean + of_seeds.spread
-            row = replace(row, ends=(low, high), values=cell.values(metric))
-        rows.append(row)
+        values = cell.values(metric)
+        rows.append(Range(cell.name, of_seeds.mean, of_seeds.spread, values, colour))
     return range_chart(f"{metric}, test split", rows, "percent; grey: peers")
 
 
-def _curves(cells: Sequence[Cell]) -> dict[str, Any]:
-    """The template's variables "curves", a chart for each metric, and "more_curves"."""
-    metrics = shown("part")
-    timed = [cell for cell in cells if any(_curve(cell, metric).x for metric in metrics)]
-    rounds = [line for cell in timed for run in cell.runs for line in run.curve]
-    by_work = all("work_seconds" in line for line in rounds)
-    x_label = f"{'processor ' if by_work else ''}minutes of training and refreshes"
-    charts = []
-    for metric in metrics:
-        lines = [_curve(cell, metric, by_work) for cell in timed]
-        lines[CURVES:] = [replace(line, muted=True) for line in lines[CURVES:]]
-        caption = f"{metric}, validation split"
-        charts.append(line_chart(caption, lines, x_label, "percent", x_from_zero=True))
-    return {"curves": charts, "more_curves": len(timed) > CURVES}
+def _curves(cells: Sequence[Cell], metric: str) -> Chart | None:
+    """A chart of a validation metric against time, the best systems in colour."""
+    lines = [_curve(cell, metric) for cell in cells]
+    lines[CURVES:] = [replace(line, muted=True) for line in lines[CURVES:]]
+    caption = f"{metric}, validation split"
+    x_label = "processor minutes of training and refreshes"
+    return line_chart(caption, lines, x_label, "percent", x_from_zero=True)
 
 
-def _curve(cell: Cell, metric: str, by_work: bool = False) -> Line:
+def _curve(cell: Cell, metric: str) -> Line:
     """Means over seeds of a validation metric against time; the line ends with the shortest seed's
     last point.
     """
-    of_runs = [_points(run, metric, by_work) for run in cell.runs]
+    of_runs = [_points(run, metric) for run in cell.runs]
     x = []
     y = []
     for points in zip(*filter(None, of_runs), strict=False):
@@ -264,20 +254,18 @@ def _curve(cell: Cell, metric: str, by_work: bool = False) -> Line:
     return Line(cell.name, x, y, dots=True)
 
 
-def _points(run: Run, metric: str, by_work: bool) -> list[tuple[float, float]]:
+def _points(run: Run, metric: str) -> list[tuple[float, float]]:
     """(minutes, value) of each measured round; for a run without rounds a single point at the end
     of its training.
     """
-    total = "work_seconds" if by_work else "train_seconds"
-    lines = [line for line in run.curve if line.get("validation")]
+    records = run.curve or [{**run.costs, "validation": run.validation}]
     points = []
-    for line, record in zip(lines, validation_records(run.curve), strict=True):
-        minutes = line["work_seconds"] / 60 if by_work else record["minutes"]
-        if record.get(metric) is not None:
-            points.append((minutes, float(record[metric])))
-    if not points and metric in run.validation and total in run.costs:
-        points = [(run.costs[total] / 60, run.validation[metric])]
-    return [point for point in points if all(map(math.isfinite, point))]
+    for record in records:
+        seconds = record.get("work_seconds", math.nan)
+        value = record.get("validation", {}).get(metric, math.nan)
+        if math.isfinite(seconds + value):
+            points.append((seconds / 60, value))
+    return points
 
 
 def ranked(cells: Sequence[Cell], metric: str) -> list[Cell]:

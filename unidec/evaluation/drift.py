@@ -12,8 +12,10 @@ Shape legend: N queries, D width of the embeddings, B bins, R draws.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
+from operator import getitem
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -49,12 +51,17 @@ _FORMATS = {
     "distance": "{:.3f}",
 }
 
-_COUNTS = {
-    "train": "training queries",
-    "validation": "validation queries",
-    "test": "test queries",
-    "labels": "labels",
-    "pairs": "pairs",
+# key -> name, unit, and the place in a profile
+_FIGURES: dict[str, tuple[str, Unit, tuple[str, ...]]] = {
+    "train": ("training queries", "count", ("rows", "train")),
+    "validation": ("validation queries", "count", ("rows", "validation")),
+    "test": ("test queries", "count", ("rows", "test")),
+    "labels": ("labels", "count", ("rows", "labels")),
+    "pairs": ("pairs", "count", ("rows", "pairs")),
+    "positives": ("positives a query", "mean", ("positives",)),
+    "query_length": ("characters a query", "mean", ("queries", "length", "mean")),
+    "query_tokens": ("tokens a query", "mean", ("queries", "tokens", "mean")),
+    "label_length": ("characters a label", "mean", ("labels", "length", "mean")),
 }
 _SHARES = {
     "empty_queries": "queries without text",
@@ -66,12 +73,6 @@ _SHARES = {
     "labels_without_training_points": "labels without training queries",
     "unseen_labels": "labels of held-out queries without training queries",
 }
-_LENGTHS = (
-    # key, name, side and part of a profile
-    ("query_length", "characters a query", "queries", "length"),
-    ("query_tokens", "tokens a query", "queries", "tokens"),
-    ("label_length", "characters a label", "labels", "length"),
-)
 _HISTOGRAMS = (("length", "histogram", 1), ("tokens", "buckets", TOKENS_TOGETHER))
 _STRANGE = {
     "unknown_tokens": "tokens that the tokenizer does not know",
@@ -141,20 +142,26 @@ class Check:
 
     def within(self, bounds: Bounds) -> str:
         """Bounds as displayed; "" for no limit."""
-        low, high = bounds
-        if low is not None and high is not None:
-            return f"{self.shown(low)} to {self.shown(high)}"
-        if low is not None:
-            return f"at least {self.shown(low)}"
-        return "" if high is None else f"at most {self.shown(high)}"
+        low, high = (None if bound is None else self.shown(bound) for bound in bounds)
+        if low and high:
+            return f"{low} to {high}"
+        if low:
+            return f"at least {low}"
+        return f"at most {high}" if high else ""
 
     def to_json(self) -> dict[str, object]:
         """The check for JSON: "check" is the key, "value" the new figure."""
-        facts = asdict(self)
-        facts["check"] = facts.pop("key")
-        facts["value"] = facts.pop("new")
-        facts |= {"warn": list(self.warn), "stop": list(self.stop)}
-        return facts | {"state": self.state, "drifted": self.drifted, "words": self.words}
+        renamed = ("key", "new")
+        facts = {name: fact for name, fact in asdict(self).items() if name not in renamed}
+        return facts | {
+            "check": self.key,
+            "value": self.new,
+            "warn": list(self.warn),
+            "stop": list(self.stop),
+            "state": self.state,
+            "drifted": self.drifted,
+            "words": self.words,
+        }
 
 
 def served_facts(
@@ -210,26 +217,26 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], limits: Drift) -> li
     for side in ("queries", "labels") if whole else ("queries",):
         prefix = f"{side}_" if whole else ""
         for what, part, together in _HISTOGRAMS:
-            check = _distance(
-                f"{prefix}{what}_distance",
-                f"distribution of the {what} of {side}",
-                old[side][what][part],
-                new[side][what][part],
-                levels,
-                together=together,
-            )
-            checks.append(check)
+            key = f"{prefix}{what}_distance"
+            name = f"distribution of the {what} of {side}"
+            before = old[side][what][part]
+            after = new[side][what][part]
+            checks.append(_distance(key, name, before, after, levels, together=together))
     if old["held_out"] and new["held_out"]:
         checks += _shares(_STRANGE, old["held_out"], new["held_out"], levels)
     if old.get("served") and new.get("served"):
         checks += _served_checks(old["served"], new["served"], limits.warn)
-    if not_judged(new.get("count"), limits):
-        checks = [replace(check, judged=False) for check in checks]
+    checks = _judged(checks, new.get("count"), limits)
     if "unknown_labels" in new:
-        judged = not not_judged(new.get("labelled"), limits)
-        for check in _label_checks(old["metrics"], new, levels):
-            checks.append(replace(check, judged=judged))
+        of_labels = _label_checks(old["metrics"], new, levels)
+        checks += _judged(of_labels, new.get("labelled"), limits)
     return sorted(checks, key=lambda check: STATES.index(check.state))
+
+
+def _judged(checks: Sequence[Check], num_queries: int | None, limits: Drift) -> list[Check]:
+    """The checks, marked as not judged if they are of too few queries."""
+    judged = not not_judged(num_queries, limits)
+    return [replace(check, judged=judged) for check in checks]
 
 
 def not_judged(num_queries: int | None, limits: Drift) -> str:
@@ -241,59 +248,49 @@ def not_judged(num_queries: int | None, limits: Drift) -> str:
 
 
 def _label_checks(
-    before: Mapping[str, float], new: Mapping[str, Any], change: Levels
+    before: Mapping[str, float], new: Mapping[str, Any], levels: Levels
 ) -> list[Check]:
     """Checks of the metrics and of unknown labels of a window of labelled queries; `before`:
     metrics in percent.
     """
     checks = []
-    for name in shown("judged"):
-        if name in before and name in new["metrics"]:
-            value, error = new["metrics"][name]
-            key = name.replace("@", "_at_")
+    for metric in shown("judged"):
+        if metric in before and metric in new["metrics"]:
+            value, error = new["metrics"][metric]
+            key = metric.replace("@", "_at_")
             noise = Z * error
             checks.append(
-                _band(key, name, "metric", before[name], value, levels=change, noise=noise)
+                _check(key, metric, "metric", value, levels, old=before[metric], noise=noise)
             )
     missing = new["unknown_labels"]
     name = "labels of the window that the model does not know"
     noise = _noise(0.25, missing["of"])
-    grown = _growth(
-        key="unknown_labels",
-        name=name,
-        unit="share",
-        new=missing["share"],
-        levels=change,
-        noise=noise,
-    )
-    return [*checks, grown]
+    checks.append(_check("unknown_labels", name, "share", missing["share"], levels, noise=noise))
+    return checks
 
 
-def _data_set_checks(old: Mapping[str, Any], new: Mapping[str, Any], change: Levels) -> list[Check]:
+def _data_set_checks(old: Mapping[str, Any], new: Mapping[str, Any], levels: Levels) -> list[Check]:
     """Checks of counts, means and shares of a whole data set."""
     checks = []
-    before = old["rows"]
-    for key, name in _COUNTS.items():
-        checks.append(_band(key, name, "count", before[key], new["rows"][key], levels=change))
-    name = "positives a query"
-    checks.append(
-        _band("positives", name, "mean", old["positives"], new["positives"], levels=change)
-    )
-    for key, name, side, what in _LENGTHS:
-        earlier = old[side][what]["mean"]
-        checks.append(_band(key, name, "mean", earlier, new[side][what]["mean"], levels=change))
+    for key, (name, unit, path) in _FIGURES.items():
+        before = _at(old, path)
+        checks.append(_check(key, name, unit, _at(new, path), levels, old=before))
     for which, share in new.get("label_changes", {}).items():
         name = {"left": "labels that are gone", "new": "labels that are new"}[which]
-        key = f"labels_{which}"
-        checks.append(_growth(key, name, "share", share, change))
-    checks += _shares(_SHARES, old["shares"], new["shares"], change)
+        checks.append(_check(f"labels_{which}", name, "share", share, levels))
+    checks += _shares(_SHARES, old["shares"], new["shares"], levels)
     cut = {"cut": "texts that are cut"}
-    return checks + _shares(cut, old["queries"], new["queries"], change)
+    return checks + _shares(cut, old["queries"], new["queries"], levels)
+
+
+def _at(profile: Any, path: Sequence[str]) -> Any:
+    """The figure at a place in a profile."""
+    return reduce(getitem, path, profile)
 
 
 def _served_checks(old: Mapping[str, Any], new: Mapping[str, Any], warn: float) -> list[Check]:
     """Checks of the embeddings and of the best labels' scores (`served_facts` of both sides)."""
-    sizes = (old["count"], new["count"])
+    levels: Levels = (warn, None)
     std_D = np.asarray(old["std"])
     change_D = np.subtract(new["mean"], old["mean"])
     # dimensions that are constant in the reference are ignored
@@ -302,43 +299,16 @@ def _served_checks(old: Mapping[str, Any], new: Mapping[str, Any], warn: float) 
     if varies_D.any():
         shifts = change_D[varies_D] / std_D[varies_D]
         shift = float(np.sqrt(np.mean(shifts**2)))
+    name = "shift of the mean embedding"
+    noise = _noise(1.0, old["count"], new["count"])
+    histograms = (old["score_histogram"], new["score_histogram"])
     return [
-        _growth(
-            key="shift",
-            name="shift of the mean embedding",
-            unit="shift",
-            new=shift,
-            levels=(SHIFTS * warn, None),
-            noise=_noise(1.0, *sizes),
-        ),
-        _distance(
-            key="score_distance",
-            name="distribution of the top score",
-            old_B=old["score_histogram"],
-            new_B=new["score_histogram"],
-            levels=(warn, None),
-        ),
+        _check("shift", name, "shift", shift, levels, step=SHIFTS, noise=noise),
+        _distance("score_distance", "distribution of the top score", *histograms, levels),
     ]
 
 
-def _band(
-    key: str, name: str, unit: Unit, old: float, new: float, *, levels: Levels, noise: float = 0.0
-) -> Check:
-    """A figure that may change by a share of its old value in both directions (a metric may rise
-    without limit); an old value of 0 sets no limit.
-    """
-
-    def bounds(level: float) -> Bounds:
-        if not old:
-            return NO_LIMIT
-        change = max(level * old, noise)
-        highest = None if unit == "metric" else old + change
-        return max(0.0, old - change), highest
-
-    return _limited(bounds, levels, noise, key=key, name=name, unit=unit, old=old, new=new)
-
-
-def _growth(
+def _check(
     key: str,
     name: str,
     unit: Unit,
@@ -346,28 +316,32 @@ def _growth(
     levels: Levels,
     *,
     old: float | None = None,
+    step: float = 1.0,
     noise: float = 0.0,
 ) -> Check:
-    """A figure that may grow by the levels, or by the noise if that is more. A share cannot exceed
-    1, so a limit of 1 or more is dropped.
+    """The check of a figure that may change by the levels times `step`, or by the noise if that is
+    more.
+
+    Counts and means may change by a share of their old value in both directions, metrics may rise
+    without limit, all others may only grow. An old value of 0 sets no limit, nor does a limit of 1
+    or more for a share.
     """
+    both_ways = unit in ("count", "mean", "metric")
+    before = old or 0.0
+    unit_step = before if both_ways else step
 
-    def bounds(level: float) -> Bounds:
-        highest = (old or 0.0) + max(level, noise)
-        is_any = unit == "share" and highest >= 1
-        return None, None if is_any else highest
+    def bounds(level: float | None) -> Bounds:
+        if level is None or not unit_step:
+            return NO_LIMIT
+        change = max(level * unit_step, noise)
+        lowest = max(0.0, before - change) if both_ways else None
+        highest = before + change
+        if unit == "metric" or (unit == "share" and highest >= 1):
+            return lowest, None
+        return lowest, highest
 
-    return _limited(bounds, levels, noise, key=key, name=name, unit=unit, old=old, new=new)
-
-
-def _limited(
-    bounds: Callable[[float], Bounds], levels: Levels, noise: float, **figure: Any
-) -> Check:
-    """The check of a figure; `bounds` returns the limits of a level. A level of None: no limit."""
-    level, stop_level = levels
-    warn = bounds(level)
-    stop = NO_LIMIT if stop_level is None else bounds(stop_level)
-    return Check(**figure, warn=warn, stop=stop, noise=noise or None)
+    warn, stop = map(bounds, levels)
+    return Check(key, name, unit, old, new, warn=warn, stop=stop, noise=noise or None)
 
 
 def _shares(
@@ -386,11 +360,9 @@ def _share(
     """A share of defects, which may grow by a share of its old value."""
     before = old["share"]
     likely = (before * old["of"] + 1) / (old["of"] + 2)
-    step = max(before, SHARE_FLOOR)
-    warn, stop = levels
-    grown = (warn * step, stop and stop * step)
     noise = _noise(likely * (1 - likely), old["of"], new["of"])
-    return _growth(key, name, "share", new["share"], grown, old=before, noise=noise)
+    step = max(before, SHARE_FLOOR)
+    return _check(key, name, "share", new["share"], levels, old=before, step=step, noise=noise)
 
 
 def _distance(
@@ -412,7 +384,7 @@ def _distance(
             samples.append(generator.multinomial(size, share_B, DRAWS))
         noise = float(np.quantile(js_distance(*samples), QUANTILE))
     distance = float(js_distance(old_B, new_B))
-    return _growth(key, name, "distance", distance, levels, noise=noise)
+    return _check(key, name, "distance", distance, levels, noise=noise)
 
 
 def js_distance(first_B: Any, second_B: Any) -> Any:

@@ -69,15 +69,20 @@ class Line:
 
 @dataclass(frozen=True)
 class Range:
-    """A row of `range_chart`: a mean, the ends of its interval (None: no interval), the single
+    """A row of `range_chart`: a mean, the half width of its interval (NaN: no interval), the single
     values, and the colour's index.
     """
 
     name: str
     mean: float
-    ends: tuple[float, float] | None = None
+    spread: float = math.nan
     values: Sequence[float] = ()
     colour: int = 0
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The ends of the interval."""
+        return self.mean - self.spread, self.mean + self.spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +90,7 @@ class Chart:
     """A chart that is drawn when the page is rendered.
 
     Attributes:
-        caption: shown above the chart. about: description for screen readers.
+        caption: shown above the chart. about: description for screen readers; "": the labels.
         legend: names of its lines or bars, in order.
         draw: draws on matplotlib's axes.
         table: the drawn values.
@@ -93,7 +98,9 @@ class Chart:
     """
 
     caption: str
-    about: str
+    x_label: str = ""
+    y_label: str = ""
+    about: str = ""
     legend: Sequence[str] = ()
     draw: Callable[[Any], None]
     table: Table
@@ -111,12 +118,14 @@ class Chart:
             figure = Figure(figsize=(5.0, self.height), layout="constrained")
             axes = figure.add_subplot()
             self.draw(axes)
-            for axis in (axes.xaxis, axes.yaxis):
-                if re.search(r"\bpercent\b", axis.get_label_text()):
+            for axis, label in ((axes.xaxis, self.x_label), (axes.yaxis, self.y_label)):
+                axis.set_label_text(_clean(label))
+                if re.search(r"\bpercent\b", label):
                     low, high = np.clip(axis.get_view_interval(), 0, 100)
                     axis.set_view_interval(low, high, ignore=True)
             figure.savefig(buffer, format="svg", transparent=True)
-        return _inline(buffer.getvalue(), self.about)
+        labels = filter(None, (self.y_label, self.x_label))
+        return _inline(buffer.getvalue(), self.about or " by ".join(labels))
 
 
 def line_chart(
@@ -134,31 +143,32 @@ def line_chart(
 
     def draw(axes: Any) -> None:
         for i, line in enumerate(lines):
-            style: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)]}
+            style: dict[str, Any] = {"color": _colour(i)}
             if line.muted:
                 style = {"color": MUTED, "alpha": 0.35, "linewidth": 0.8, "markersize": 2}
                 style["zorder"] = 1
             if line.dots:
                 style |= {"marker": "o", "clip_on": False}
             axes.plot(_thinned(line.x), _thinned(line.y), **style)
-        axes.set(xlabel=_clean(x_label), ylabel=_clean(y_label))
         axes.margins(x=0.02)
         axes.set_xlim(left=0 if x_from_zero else None)
         axes.set_ylim(bottom=0 if y_from_zero else None)
 
-    coloured = [line for line in lines if not line.muted]
+    names = []
     columns = []
-    for line in coloured:
-        points = zip(_thinned(line.x, MAX_ROWS), _thinned(line.y, MAX_ROWS), strict=True)
-        columns.append({x: y for x, y in points if math.isfinite(y)})
-    rows = []
-    for x in sorted({x for column in columns for x in column}):
-        figures = [column.get(x) for column in columns]
-        rows.append([_short(x), *map(_short, figures)])
-    names = [line.name for line in coloured]
+    for line in lines:
+        if not line.muted:
+            points = zip(_thinned(line.x, MAX_ROWS), _thinned(line.y, MAX_ROWS), strict=True)
+            columns.append({x: y for x, y in points if math.isfinite(y)})
+            names.append(line.name)
+    rows = [
+        [_short(x), *(_short(column.get(x)) for column in columns)]
+        for x in sorted(set().union(*columns))
+    ]
     return Chart(
         caption=caption,
-        about=f"{y_label} by {x_label}",
+        x_label=x_label,
+        y_label=y_label,
         legend=names,
         draw=draw,
         table=Table([x_label, *names], rows),
@@ -195,19 +205,17 @@ def point_chart(
                 fontsize=7.5,
             )
             text.set_in_layout(False)  # names take no room from the axes
-        axes.set(xlabel=_clean(x_label), ylabel=_clean(y_label))
         axes.margins(0.08)
         axes.grid(visible=True, axis="both")
 
     falling = sorted(points, key=lambda point: -point[1])
+    rows = [[name, _short(x), _short(y)] for name, x, y, _ in falling]
     return Chart(
         caption=caption,
-        about=f"{y_label} by {x_label}",
+        x_label=x_label,
+        y_label=y_label,
         draw=draw,
-        table=Table(
-            ["system", x_label, y_label],
-            [[name, _short(x), _short(y)] for name, x, y, _ in falling],
-        ),
+        table=Table(["system", x_label, y_label], rows),
         height=3.6,
     )
 
@@ -236,8 +244,7 @@ def bar_chart(
             place -= width * (len(bars) - 1) / 2
         base = np.zeros(len(groups))
         for i, column in enumerate(columns):
-            colour = COLOURS[i % len(COLOURS)]
-            drawn = axes.bar(place, column, width, base, color=colour)
+            drawn = axes.bar(place, column, width, base, color=_colour(i))
             if stacked:
                 base = base + column
                 continue
@@ -245,10 +252,9 @@ def bar_chart(
             if width / len(groups) > 0.055:
                 axes.bar_label(drawn, fmt="{:.1f}", fontsize=7.5, color=TEXT, padding=1)
         every = max(1, math.ceil(len(groups) / 12))
-        names = [_clean(group) for group in groups[::every]]
+        names = map(_clean, groups[::every])
         axes.set_xticks(range(0, len(groups), every), names)
         axes.set_xlim(-0.5, len(groups) - 0.5)
-        axes.set(xlabel=_clean(x_label), ylabel=_clean(y_label))
 
     names = [name for name, _ in bars]
     rows = []
@@ -256,7 +262,8 @@ def bar_chart(
         rows.append([group, *map(_short, values)])
     return Chart(
         caption=caption,
-        about=f"{y_label} by {x_label}" if x_label else y_label,
+        x_label=x_label,
+        y_label=y_label,
         legend=names,
         draw=draw,
         table=Table([x_label, *names], rows),
@@ -270,38 +277,40 @@ def range_chart(caption: str, rows: Sequence[Range], x_label: str) -> Chart | No
         return None
 
     def draw(axes: Any) -> None:
+        beside = axes.get_yaxis_transform()
         for y, row in enumerate(rows):
-            colour = COLOURS[row.colour % len(COLOURS)]
-            if row.ends:
-                axes.plot(row.ends, [y, y], color=colour)
+            colour = _colour(row.colour)
+            axes.plot(row.ends, [y, y], color=colour)
             places = [y] * len(row.values)
             axes.plot(row.values, places, "o", color=COLOURS[1], markersize=3.5)
             axes.plot(row.mean, y, "o", color=colour, markersize=6.5)
-            beside = axes.get_yaxis_transform()
             figure = f"{row.mean:.2f}"
             axes.text(1.02, y, figure, va="center", fontsize=8, color=TEXT, transform=beside)
         names = [_abridged(row.name) for row in rows]
         axes.set_yticks(range(len(rows)), names, color=TEXT)
         axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_xlabel(_clean(x_label))
         axes.grid(visible=False, axis="y")
         axes.grid(visible=True, axis="x")
 
     texts = []
     for row in rows:
-        figures = [f"{row.mean:.2f}"]
-        if row.ends:
-            low, high = row.ends
-            figures.append(f"{low:.2f} to {high:.2f}")
-        texts.append([row.name, ", ".join(figures)])
+        text = f"{row.mean:.2f}"
+        if math.isfinite(row.spread):
+            text += ", {:.2f} to {:.2f}".format(*row.ends)
+        texts.append([row.name, text])
     means = [f"{row.name} {row.mean:.2f}" for row in rows]
     return Chart(
         caption=caption,
+        x_label=x_label,
         about="; ".join([x_label, *means]),
         draw=draw,
         table=Table(["", x_label], texts),
         height=0.8 + 0.22 * len(rows),
     )
+
+
+def _colour(i: int) -> str:
+    return COLOURS[i % len(COLOURS)]
 
 
 def _inline(svg: bytes, about: str) -> Any:

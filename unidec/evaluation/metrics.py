@@ -130,8 +130,12 @@ class Ranked:
             label_NK = np.full((len(label_NK), 1), -1, dtype=np.int64)
         self.label_NK = label_NK
         key_E = pair_keys(relevance, positive_only=True)
-        self.row_E, self.label_E = np.divmod(key_E, max(num_labels, 1))
         self.hit_NK = _lookup(label_NK, key_E, num_labels)
+        row_E, label_E = np.divmod(key_E, max(num_labels, 1))
+        # the best prediction lists a query's relevant labels by descending inverse propensity
+        order_E = np.lexsort((-weight_L[label_E], row_E))
+        self.row_E = row_E[order_E]
+        self.label_E = label_E[order_E]
         self.weight_E = weight_L[self.label_E]
         self.group_E = group_L[self.label_E]
         # the appended values are those of label -1
@@ -144,29 +148,22 @@ class Scope:
     """Hits and relevant pairs, restricted to the labels of a frequency group ("": all labels)."""
 
     def __init__(self, ranked: Ranked, group: str = "") -> None:
-        self.hit_NK = ranked.hit_NK
-        self.weight_NK = ranked.weight_NK
-        row_E = ranked.row_E
-        weight_E = ranked.weight_E
+        inside_NK = np.ones(ranked.hit_NK.shape, dtype=bool)
+        inside_E = np.ones(len(ranked.row_E), dtype=bool)
         if group:
             number = GROUPS.index(group)
             inside_NK = ranked.group_NK == number
             inside_E = ranked.group_E == number
-            self.hit_NK = ranked.hit_NK & inside_NK
-            self.weight_NK = ranked.weight_NK * inside_NK
-            row_E = row_E[inside_E]
-            weight_E = weight_E[inside_E]
-        num_queries = len(self.hit_NK)
-        self.positives_N = np.bincount(row_E, minlength=num_queries)
-        self.counted_N = np.ones(num_queries)
-        if group:
-            self.counted_N = (self.positives_N > 0).astype(np.float64)
-        # the best prediction lists a query's relevant labels by descending inverse propensity
-        order_E = np.lexsort((-weight_E, row_E))
-        self.best_row_E = row_E[order_E]
-        self.best_weight_E = weight_E[order_E]
+        self.hit_NK = ranked.hit_NK & inside_NK
+        self.weight_NK = ranked.weight_NK * inside_NK
+        # by query, then by descending weight
+        self.row_E = ranked.row_E[inside_E]
+        self.weight_E = ranked.weight_E[inside_E]
+        self.positives_N = np.bincount(self.row_E, minlength=len(self.hit_NK))
+        is_counted_N = (self.positives_N > 0) | (not group)
+        self.counted_N = is_counted_N.astype(np.float64)
         start_N = np.cumsum(self.positives_N) - self.positives_N
-        self.best_rank_E = np.arange(len(row_E)) - start_N[self.best_row_E]
+        self.rank_E = np.arange(len(self.row_E)) - start_N[self.row_E]
 
     def parts(self, kind: str, k: int) -> tuple[Floats, Floats]:
         """Each query's contributions to a metric's numerator and denominator, float64 [N] each."""
@@ -186,14 +183,14 @@ class Scope:
         if kind == "nDCG":
             return (hit_NK * discount_K).sum(axis=1) / ideal_N, self.counted_N
         gain_NK = self.weight_NK[:, :k]
-        best_E = np.where(self.best_rank_E < k, self.best_weight_E, 0.0)
+        best_E = np.where(self.rank_E < k, self.weight_E, 0.0)
         if kind == "PSnDCG":
             gain_NK = gain_NK * discount_K / ideal_N[:, None]
-            discount_E = discount_k[np.minimum(self.best_rank_E, k - 1)]
-            best_E = best_E * discount_E / ideal_N[self.best_row_E]
+            discount_E = discount_k[np.minimum(self.rank_E, k - 1)]
+            best_E = best_E * discount_E / ideal_N[self.row_E]
         elif kind != "PSP":
             raise ValueError(f"{kind} has no contributions of single queries")
-        best_N = np.bincount(self.best_row_E, weights=best_E, minlength=len(hits_N))
+        best_N = np.bincount(self.row_E, weights=best_E, minlength=len(hits_N))
         return gain_NK.sum(axis=1), best_N.astype(np.float64)
 
 
@@ -259,8 +256,6 @@ def evaluate(
         _check_predictions(predicted_NK, relevance, len(weight_L))
     names = [name for name in metric_names() if parse(name).kind != "coverage"]
     sums = {name: np.zeros(2) for name in names}
-    num_queries = dict.fromkeys(("", *GROUPS), 0)
-    num_queries[""] = len(predicted_NK)
     # best 0-based rank at which a label was predicted correctly
     rank_L = np.full(len(weight_L), _NO_RANK)
     relevant_L = np.zeros(len(weight_L), dtype=bool)
@@ -269,15 +264,12 @@ def evaluate(
         ranked = Ranked(predicted_NK[block], relevance[block], weight_L, group_L)
         for name, (above_B, below_B) in _parts(ranked, names).items():
             sums[name] += (above_B.sum(), below_B.sum())
-        for number, group in enumerate(GROUPS):
-            row_of_group = ranked.row_E[ranked.group_E == number]
-            num_queries[group] += len(np.unique(row_of_group))
         relevant_L[ranked.label_E] = True
         hit_row, hit_rank = np.nonzero(ranked.hit_NK)
         hit_label = ranked.label_NK[hit_row, hit_rank]
         np.minimum.at(rank_L, hit_label, hit_rank)
     out = {name: percent(above, below) for name, (above, below) in sums.items()}
-    for group, count in num_queries.items():
+    for group in ("", *GROUPS):
         prefix = f"{group}/" if group else ""
         inside_L = relevant_L
         if group:
@@ -285,7 +277,8 @@ def evaluate(
         rank = rank_L[inside_L]
         for k in DEFAULT_KS:
             out[f"{prefix}coverage@{k}"] = percent(float((rank < k).sum()), rank.size)
-        out[f"{prefix}num_queries"] = float(count)
+        _, counted = sums[f"{prefix}MRR"]
+        out[f"{prefix}num_queries"] = float(counted)
     return out
 
 

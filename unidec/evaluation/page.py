@@ -66,12 +66,11 @@ class Table:
         for values in rows.values():
             given |= {key for key, value in values.items() if value is not None}
         used = [key for key in columns if key in given]
-        heads = columns if isinstance(columns, Mapping) else dict.fromkeys(used)
-        header = [head, *(heads[key] or key for key in used)]
-        shown_rows = []
-        for name, values in rows.items() if used else ():
-            shown_rows.append([name, *map(values.get, used)])
-        return cls(header, shown_rows, **more)
+        heads = (
+            columns if isinstance(columns, Mapping) else dict(zip(columns, columns, strict=True))
+        )
+        cells = [[name, *map(row.get, used)] for name, row in rows.items()]
+        return cls([head, *(heads[key] for key in used)], cells if used else [], **more)
 
     def __bool__(self) -> bool:
         return bool(self.rows)
@@ -82,8 +81,7 @@ class Table:
         best: dict[int, float] = {}
         if self.best and len(rows) > 1:
             for place in range(self.text_columns, len(self.header)):
-                column = [row[place].value for row in rows]
-                values = [value for value in column if math.isfinite(value)]
+                values = [row[place].value for row in rows if math.isfinite(row[place].value)]
                 if len(values) == 1 or len(set(values)) > 1:  # if all are equal, none is best
                     best[place] = max(values)
         kinds = itertools.chain(self.kinds, itertools.repeat(""))

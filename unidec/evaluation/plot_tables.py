@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -54,15 +55,10 @@ def plots_csv(
     at_k: list[dict[str, Any]] = []
     for k in DEFAULT_KS:
         if f"P@{k}" in metrics:
-            row: dict[str, Any] = {"k": k}
-            for column, kind in _AT_K.items():
-                row[column] = metrics.get(f"{kind}@{k}")
-            at_k.append(row)
-    groups: list[dict[str, Any]] = []
-    of_groups = {"group": None}
-    for group, own in by_group(metrics).items():
-        groups.append({"group": group} | own)
-        of_groups |= dict.fromkeys(own)
+            kinds = _AT_K.items()
+            at_k.append({"k": k} | {column: metrics.get(f"{kind}@{k}") for column, kind in kinds})
+    groups = [{"group": group, **own} for group, own in by_group(metrics).items()]
+    of_groups = dict.fromkeys(itertools.chain(["group"], *groups))
     folder = Path(out_dir)
     return [
         _write(folder / "training.csv", logged or TRAINING[:1], history),
@@ -101,9 +97,9 @@ def validation_records(rounds: Records) -> list[dict[str, Any]]:
     seconds = 0.0
     records = []
     for line in rounds:
-        seconds += finite(line, "train_seconds")
-        seconds += finite(line.get("refresh") or {}, "refresh_seconds")
-        if line.get("validation"):
+        seconds += line.get("train_seconds", 0.0)
+        seconds += line.get("refresh", {}).get("refresh_seconds", 0.0)
+        if "validation" in line:
             record = {"epoch": line.get("epoch"), "round": line.get("round")}
             record |= {"seconds": seconds, "minutes": seconds / 60}
             records.append(record | line["validation"])
@@ -114,7 +110,7 @@ def round_parts(rounds: Records) -> dict[str, list[float]]:
     """Name of a part -> its seconds in each round: the parts of the refresh (keys that end in
     "_seconds"; the whole refresh if it has no parts), then "train" and "validation".
     """
-    refreshes = [line.get("refresh") or {} for line in rounds]
+    refreshes = [line.get("refresh", {}) for line in rounds]
     keys = [key for refresh in refreshes for key in refresh if key.endswith("_seconds")]
     # "work" is another measure of the same time
     parts = [key for key in dict.fromkeys(keys) if key not in ("work_seconds", "refresh_seconds")]
@@ -123,16 +119,9 @@ def round_parts(rounds: Records) -> dict[str, list[float]]:
     found = {}
     for key in parts:
         name = key.removesuffix("_seconds").replace("_", " ")
-        found[name] = [finite(refresh, key) for refresh in refreshes]
+        found[name] = [refresh.get(key, 0.0) for refresh in refreshes]
     for name in ("train", "validation"):
-        if any(f"{name}_seconds" in line for line in rounds):
-            found[name] = [finite(line, f"{name}_seconds") for line in rounds]
+        key = f"{name}_seconds"
+        if any(key in line for line in rounds):
+            found[name] = [line.get(key, 0.0) for line in rounds]
     return found
-
-
-def finite(row: Mapping[str, Any], name: str) -> float:
-    """A figure of a record; 0 if it is missing or not finite."""
-    value = row.get(name)
-    if value is None or not math.isfinite(value):
-        return 0.0
-    return float(value)

@@ -12,7 +12,7 @@ import numpy as np
 from unidec.evaluation import page
 from unidec.evaluation.figures import Chart, Line, bar_chart, line_chart
 from unidec.evaluation.page import Records, Table
-from unidec.evaluation.plot_tables import by_group, finite, round_parts, validation_records
+from unidec.evaluation.plot_tables import by_group, round_parts, validation_records
 from unidec.evaluation.significance import Comparison
 from unidec.metric_names import BASELINES, of_all_labels, parse, shown
 
@@ -95,7 +95,7 @@ def render(report: ReportInput) -> str:
     return page.render(
         "report",
         report=report,
-        head_cards=_cards(main),
+        main=main,
         num_queries=int(main.get("num_queries", 0)),
         headline=Table.of("system", compared, shown("headline"), best=True, kinds=kinds),
         groups_shown=GROUPS,
@@ -120,12 +120,6 @@ def render(report: ReportInput) -> str:
             "percent, validation split",
         ),
     )
-
-
-def _cards(main: Mapping[str, float]) -> list[tuple[str, str, str]]:
-    """The main figures."""
-    figures = {name: main.get(name, math.nan) for name in shown("card")}
-    return [(f"{value:.1f}", name, "") for name, value in figures.items() if math.isfinite(value)]
 
 
 def _groups(systems: Mapping[str, Mapping[str, float]]) -> tuple[list[Chart | None], Table]:
@@ -179,12 +173,11 @@ def _calibration(calibration: Mapping[str, Any]) -> dict[str, Any]:
     bins = calibration_bins(**calibration) if calibration else []
     if not bins:
         return {"calibration": None, "calibration_error": 0.0}
-    means = [100 * mean for mean, _, _ in bins]
-    precisions = [100 * precision for _, precision, _ in bins]
+    mean, precision, size = np.transpose(bins)
     chart = line_chart(
         "Predictions that are right, by their probability",
         [
-            Line("this model", means, precisions, dots=True),
+            Line("this model", 100 * mean, 100 * precision, dots=True),
             Line("perfectly calibrated", [0, 100], [0, 100]),
         ],
         "probability, percent; a tenth of the predictions each",
@@ -192,12 +185,8 @@ def _calibration(calibration: Mapping[str, Any]) -> dict[str, Any]:
         y_from_zero=True,
         x_from_zero=True,
     )
-    distance = 0.0
-    num_predictions = 0
-    for mean, precision, size in bins:
-        distance += size * abs(mean - precision)
-        num_predictions += size
-    return {"calibration": chart, "calibration_error": 100 * distance / num_predictions}
+    error = np.average(abs(mean - precision), weights=size)
+    return {"calibration": chart, "calibration_error": 100 * float(error)}
 
 
 def calibration_bins(
@@ -255,8 +244,7 @@ def _lines(records: Records, x: str, keys: Sequence[str], dots: bool = False) ->
     """A line for each key over the records' key `x`; lines without finite values are omitted."""
 
     def column(key: str) -> list[float]:
-        values = [record.get(key) for record in records]
-        return [math.nan if value is None else float(value) for value in values]
+        return np.array([record.get(key) for record in records], dtype=float).tolist()
 
     lines = [
         Line(LINES.get(key, key.removeprefix("lr_")), column(x), column(key), dots) for key in keys
@@ -276,8 +264,9 @@ def _cost_totals(rounds: Records) -> dict[str, float]:
     totals = {}
     for name, column in round_parts(rounds).items():
         totals[f"{name}, seconds"] = round(sum(column), 2)
+    measured = [line for line in rounds if "memory" in line]
     for key, name in MEMORY.items():
-        used = [finite(line.get("memory") or {}, key) for line in rounds]
-        if any(used):
+        used = [line["memory"][key] for line in measured if key in line["memory"]]
+        if used:
             totals[name] = round(max(used), 2)
     return totals

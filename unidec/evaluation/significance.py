@@ -77,6 +77,7 @@ def compare_systems(
     against: str | Mapping[str, str],
     metrics: Sequence[str],
     *,
+    systems: Sequence[str] | None = None,
     num_samples: int | None = None,
     seed: int = 0,
 ) -> list[Comparison]:
@@ -85,6 +86,7 @@ def compare_systems(
 
     Args:
         against: the system to compare with, or metric -> system (`best_systems`).
+        systems: the systems to compare; None: all.
         num_samples: R; None: 10,000, or more if Holm's correction needs smaller p-values.
         seed: of the random draws.
 
@@ -94,7 +96,7 @@ def compare_systems(
     opponents = dict.fromkeys(metrics, against) if isinstance(against, str) else against
     compared = [
         (system, opponents[metric], metric)
-        for system in runs
+        for system in systems or runs
         for metric in metrics
         if system != opponents[metric]
     ]
@@ -105,37 +107,36 @@ def compare_systems(
         num_samples = max(NUM_SAMPLES, round(4 * len(compared) / ALPHA))
     mean = _means(runs, metrics)
     any_run = next(iter(runs.values()))[0]
-    gaps = []
-    belows = []
-    for system, other, metric in compared:
-        gaps.append(mean[system, metric] - mean[other, metric])
-        belows.append(any_run[metric][1])
-    gap_NC = np.stack(gaps, axis=1)
-    below_NC = np.stack(belows, axis=1)
-    difference_RC = _bootstrap(gap_NC, below_NC, num_samples, seed)
-    low_C, high_C = np.percentile(difference_RC, [2.5, 97.5], axis=0)
+    columns = [
+        (mean[system, metric], mean[other, metric], any_run[metric][1])
+        for system, other, metric in compared
+    ]
+    ours_NC, theirs_NC, below_NC = np.stack(columns, axis=-1)
+    gap_NC = ours_NC - theirs_NC
     p_C = _randomisation(gap_NC, num_samples, seed + 1)
-    adjusted_C = holm(p_C)
-    comparisons = []
-    for c, (system, other, metric) in enumerate(compared):
-        below = belows[c].sum()
-        ours = float(_ratio(mean[system, metric].sum(), below))
-        theirs = float(_ratio(mean[other, metric].sum(), below))
-        one = Comparison(
+    below_C = below_NC.sum(axis=0)
+    ours_C = _ratio(ours_NC.sum(axis=0), below_C)
+    theirs_C = _ratio(theirs_NC.sum(axis=0), below_C)
+    difference_RC = _bootstrap(gap_NC, below_NC, num_samples, seed)
+    figures = {
+        "value": ours_C,
+        "against_value": theirs_C,
+        "difference": ours_C - theirs_C,
+        "low": np.percentile(difference_RC, 2.5, axis=0),
+        "high": np.percentile(difference_RC, 97.5, axis=0),
+        "p_value": p_C,
+        "p_adjusted": holm(p_C),
+    }
+    return [
+        Comparison(
             system=system,
             against=other,
             metric=metric,
-            value=ours,
-            against_value=theirs,
-            difference=ours - theirs,
-            low=float(low_C[c]),
-            high=float(high_C[c]),
-            p_value=float(p_C[c]),
-            p_adjusted=float(adjusted_C[c]),
             num_queries=len(gap_NC),
+            **{name: float(figure_C[c]) for name, figure_C in figures.items()},
         )
-        comparisons.append(one)
-    return comparisons
+        for c, (system, other, metric) in enumerate(compared)
+    ]
 
 
 def paired_differences(
@@ -271,13 +272,11 @@ def challenge(
         DataError: shapes do not match.
     """
     weights = (inverse_propensity_L, group_L)
-    new = evaluate(challenger_NK, relevance, *weights)
-    old = evaluate(champion_NK, relevance, *weights)
-    deciding = rules.metric
-    guarded = [name for name in rules.guarded if name != deciding]
+    both = (challenger_NK, champion_NK)
+    deciding, *guarded = dict.fromkeys([rules.metric, *rules.guarded])
     paired = [name for name in (deciding, *guarded) if parse(name).kind != "coverage"]
-    new_parts = by_query(challenger_NK, relevance, paired, *weights)
-    old_parts = by_query(champion_NK, relevance, paired, *weights)
+    new, old = (evaluate(found_NK, relevance, *weights) for found_NK in both)
+    new_parts, old_parts = (by_query(found_NK, relevance, paired, *weights) for found_NK in both)
     differences = {name: paired_differences(new_parts, old_parts, name) for name in paired}
     comparison: dict[str, Any] = {
         "metric": deciding,
@@ -294,31 +293,27 @@ def challenge(
     required = f"at least {rules.margin:+.2f} required"
     checks = [_check(deciding, new, old, rules.margin, required)]
     if deciding in paired:
-        new_N, _ = new_parts[deciding]
-        old_N, _ = old_parts[deciding]
-        gap_N = new_N - old_N
+        gap_N = new_parts[deciding][0] - old_parts[deciding][0]
         comparison["better"] = int((gap_N > 1e-12).sum())
         comparison["worse"] = int((gap_N < -1e-12).sum())
         is_ahead_R = differences[deciding] >= rules.margin - _TIE
         comparison["confidence"] = float(is_ahead_R.mean())
         if rules.confidence > 0:
             checks.append(_confidence(comparison, rules))
-    for name in guarded:
-        may_lose = f"it may lose {rules.tolerance:.2f}"
-        checks.append(_check(name, new, old, -rules.tolerance, may_lose))
+    may_lose = f"it may lose {rules.tolerance:.2f}"
+    checks += [_check(name, new, old, -rules.tolerance, may_lose) for name in guarded]
     return checks, {"metrics": {"challenger": new, "champion": old}, "comparison": comparison}
 
 
 def _confidence(comparison: Mapping[str, Any], rules: Gate) -> Check:
     """A check that the challenger is ahead by the margin in enough resamples."""
     share = comparison["confidence"]
-    num_queries = comparison["num_queries"]
     low, high = comparison["intervals"][rules.metric]
     ahead = f"worse by at most {-rules.margin:z.2f}"  # z: 0.00, never -0.00
     if rules.margin > 0:
         ahead = f"ahead by {rules.margin:.2f}"
     words = (
-        f"in {share:.1%} of the resamples of {num_queries:,} queries the challenger "
+        f"in {share:.1%} of the resamples of {comparison['num_queries']:,} queries the challenger "
         f"is {ahead} points, {rules.confidence:.0%} required; 95 % interval: "
         f"{low:+.2f} to {high:+.2f} points"
     )

@@ -66,12 +66,9 @@ def main(
     """
     folder, out = map(Path, sys.argv[1:3])
     task = _read(folder, json.loads(sys.argv[3]))
-    best: Trained | None = None
-    for settings in trials if task.validation else trials[:1]:
-        trained = _trained(train, task, settings)
-        if best is None or trained.quality > best.quality:
-            best = trained
-    assert best is not None
+    tried = trials if task.validation else trials[:1]
+    trained = (_trained(train, task, settings) for settings in tried)  # one in memory at a time
+    best = max(trained, key=lambda trial: trial.quality)
     start = time.perf_counter()
     predicted = best.model.predict(task.x_test)
     seconds = time.perf_counter() - start
@@ -114,17 +111,18 @@ def _trained(
 
 
 def _read(folder: Path, given: Mapping[str, Any]) -> Task:
-    def matrix(name: str) -> csr_matrix:
-        return load_npz(folder / f"{name}.npz").astype(np.float32)
-
+    matrices = {
+        file.stem: load_npz(file).astype(np.float32)  # "X.train", "Y.train", ...
+        for file in folder.glob("*.npz")
+    }
     validation = None
-    if (folder / "X.validation.npz").is_file():
-        validation = (matrix("X.validation"), matrix("Y.validation"))
+    if "X.validation" in matrices:
+        validation = (matrices["X.validation"], matrices["Y.validation"])
     return Task(
-        x_train=matrix("X.train"),
-        y_train=matrix("Y.train"),
-        x_labels=matrix("X.labels"),
-        x_test=matrix("X.test"),
+        x_train=matrices["X.train"],
+        y_train=matrices["Y.train"],
+        x_labels=matrices["X.labels"],
+        x_test=matrices["X.test"],
         validation=validation,
         width=given["width"],
         threads=given["threads"],

@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 from packaging.requirements import Requirement
 
 from unidec.comparison.peers import PEERS
-from unidec.data.dataset import Split, Text, XMCDataset
+from unidec.data.dataset import Text, XMCDataset
+from unidec.data.raw import SPLITS
 from unidec.data.storage import write_json
 from unidec.errors import ArtifactError, DataError, TrainingError
-from unidec.evaluation.baselines import fit_words, rank, top_rows
+from unidec.evaluation.baselines import fit_words, rank, top_rows, width_of
 
 Floats = NDArray[np.float32]
-K = 100  # labels that remain after filters
 TASK = Path("peer-task")
 OUT = Path("peer-output")
 LOG = Path("peer.log")
@@ -88,10 +88,7 @@ def features(
     Raises:
         DataError: no queries to train on or to predict, or texts without a single word.
     """
-    splits: tuple[Split, ...] = ("train", "validation", "test")
-    rows: dict[str, NDArray[np.int64]] = {}
-    for split in splits:
-        rows[split] = dataset.rows(split)
+    rows: dict[str, NDArray[np.int64]] = {split: dataset.rows(split) for split in SPLITS}
     sizes = {split: len(own) for split, own in rows.items()}
     if not sizes["train"] or not sizes["test"]:
         raise DataError(
@@ -102,8 +99,8 @@ def features(
         )
     if not sizes["validation"]:
         del rows["validation"]
-    texts = {name: list(dataset.query_texts(own, text)) for name, own in rows.items()}
-    texts["labels"] = list(dataset.label_texts(None, text))
+    texts = {name: dataset.query_texts(own, text) for name, own in rows.items()}
+    texts["labels"] = dataset.label_texts(None, text)
     vectorizer, _ = fit_words(texts["train"], str(dataset.path))
     matrices = {}
     for name, lines in texts.items():
@@ -115,9 +112,7 @@ def features(
     for name, own in rows.items():
         if name != "test":
             matrices[f"Y.{name}"] = (dataset.relevance[own] > 0).astype(np.float32)
-    filters = dataset.filter_pairs[rows["test"]]
-    most = int(np.diff(filters.indptr).max(initial=0))
-    return texts, matrices, min(K + most, dataset.num_labels)
+    return texts, matrices, width_of(dataset.filter_pairs[rows["test"]])
 
 
 def write_task(
@@ -137,25 +132,24 @@ def _tfidf(
 ) -> tuple[NDArray[np.int64], dict[str, Any]]:
     import sklearn
 
-    start = time.perf_counter()
     y_ML = matrices["Y.train"]
-    train_FM = sp.csr_matrix(matrices["X.train"].T)
-    label_FL = sp.csr_matrix(matrices["X.labels"].T)
-    trained = time.perf_counter()
+    train_MF = matrices["X.train"]
+    label_LF = matrices["X.labels"]
+    start = time.perf_counter()
     labels = rank(
-        train_FM=train_FM,
+        train_MF=train_MF,
         relevance_ML=y_ML,
-        label_FL=label_FL,
+        label_LF=label_LF,
         query_nF=matrices["X.test"],
         methods=[name],
         width=width,
         desc=name,
     )[name]
-    seconds = time.perf_counter() - trained
-    votes = train_FM.nnz + y_ML.nnz
-    stored = {"knn": votes, "label-match": label_FL.nnz, "mix": votes + label_FL.nnz}
+    seconds = time.perf_counter() - start
+    votes = train_MF.nnz + y_ML.nnz
+    stored = {"knn": votes, "label-match": label_LF.nnz, "mix": votes + label_LF.nnz}
     return labels, {
-        "train_seconds": trained - start,
+        "train_seconds": 0.0,
         "search_ms": 1000 * seconds / len(labels),
         "parameters": stored[name],
         "version": f"scikit-learn {sklearn.__version__}",
@@ -228,10 +222,12 @@ def run_script(command: Sequence[str], threads: int) -> None:
         TrainingError: the script fails; the message has the end of its log.
     """
     threaded = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    kept = dict.fromkeys(threaded, str(threads))
-    for key, value in os.environ.items():
-        if not key.startswith(("PYTHON", "VIRTUAL_ENV")):
-            kept.setdefault(key, value)
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("PYTHON", "VIRTUAL_ENV"))
+    }
+    kept |= dict.fromkeys(threaded, str(threads))
     with open(LOG, "wb") as log:
         ended = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=kept, check=False)
     if ended.returncode:
