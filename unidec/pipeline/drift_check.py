@@ -363,9 +363,7 @@ def _digest(*parts: object) -> str:
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:12]
 
 
-def _track(
-    params: Params, found: Comparison, folder: Path, model: Mapping[str, str]
-) -> str | None:
+def _track(params: Params, found: Comparison, folder: Path, model: Mapping[str, str]) -> str | None:
     """Log the report in `folder` as an MLflow run in a separate experiment; if the server does not
     answer, the run is sent later.
     """
