@@ -31,7 +31,6 @@ from unidec.methods.inception import token_layers
 from unidec.methods.label_clusters import LABEL_CLUSTER
 from unidec.methods.simcse import texts_as_labels
 from unidec.methods.teacher import TeacherLoss
-from unidec.model.batch import TextChunks
 from unidec.model.dense import new_dense
 from unidec.model.encoder import (
     EncoderInput,
@@ -284,6 +283,7 @@ class _Probe:
         self.ranks = _OneOf(rank=world - 1, world=world)
         self.autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, enabled=half)
         self.live = LiveBytes()
+        self.passes: list[list[tuple[int, ...]]] = []  # shapes of the chunks encoded together
         transformer = None
         if params.encoder.has_transformer:
             transformer = _transformer(params.encoder, gpu)
@@ -314,6 +314,7 @@ class _Probe:
 
     def _outputs(self, batch: EncoderInput) -> Tensor:
         """Vectors in the shape that the transformer returns, without computing them."""
+        self.passes.append([chunk[0].shape for chunk in batch.chunks])
         encoder = self.model.encoder
         is_trained = not encoder.takes_vectors
         assert encoder.transformer is not None
@@ -338,6 +339,7 @@ class _Probe:
         """
         batches, objective = self._parts()
         batch = batches.prepare(np.arange(self.num_batch), 0, 0, self._negatives())
+        self.passes.clear()  # of a frozen encoder, whose outputs are cached
         given = {id(vectors): vectors for vectors in batch.added.get(TeacherLoss.name, {}).values()}
         begin = self.live.now - sum(vectors.nbytes for vectors in given.values())
         with no_memory(), self.live as live, warnings.catch_warnings():
@@ -349,15 +351,12 @@ class _Probe:
             norm = Gradients(self.model, self.optimisers, self.ranks, None).complete()
             for rows in self.optimisers.row.values():
                 rows.step(1, 1.0, norm, torch.zeros(()))
-        texts = batch.texts
-        together = [part for _, part in texts.chunks] if isinstance(texts, TextChunks) else [texts]
-        chunks = [[chunk[0].shape for chunk in part.chunks] for part in together]
         of_all = self.model.heads != "de" and batch.clf.ids is None
         return _Step(
             heads=live.peak - begin,
             num_labels=self.num_labels if of_all else len(batch.pool.pool_S),
-            tokens=max(sum(map(math.prod, shapes)) for shapes in chunks),
-            chunk=max(itertools.chain(*chunks), key=attention_work, default=(0, 0)),
+            tokens=max((sum(map(math.prod, shapes)) for shapes in self.passes), default=0),
+            chunk=max(itertools.chain(*self.passes), key=attention_work, default=(0, 0)),
         )
 
     def _parts(self) -> tuple[Batches, Objective]:
