@@ -396,22 +396,11 @@ def test_a_step_over_all_labels_grows_by_the_label(tiny_params, monkeypatch):
     params = tiny_params(**{"pool.de_labels": "all", "pool.clf_labels": "all"})
     sizes = Sizes.given(3000, 1000, 8)
     whole = measure(params, sizes, gpu=False, half=False)
-    monkeypatch.setattr(memory_probe, "MOST_TEXTS", 1000)
+    monkeypatch.setattr(memory_probe, "MOST_LABELS", 1000)
     of_few = measure(params, sizes, gpu=False, half=False)
     assert of_few.state == whole.state and of_few.num_labels == whole.num_labels
     for part, size in whole.step.items():
         assert of_few.step[part] == pytest.approx(size, rel=0.02)
-
-
-def test_an_equal_step_is_measured_once(tiny_params, monkeypatch):
-    """Recomputing, and what only later stages read, do not change it."""
-    steps = []
-    step = memory_probe._Probe.step
-    monkeypatch.setattr(memory_probe._Probe, "step", lambda probe: steps.append(1) or step(probe))
-    sizes = Sizes.given(3001, 1001, 7)
-    for overrides in ({}, {"run.recompute": True}, {"index.factory": "Flat"}, {"gate.margin": 1.0}):
-        measure(tiny_params(**overrides), sizes, gpu=False, half=False)
-    assert len(steps) == 1
 
 
 def test_chunks_and_recomputing_hold_less_of_a_transformer(data, tiny_params):

@@ -132,24 +132,22 @@ def tokens(params: Params) -> dict[str, int]:
     dataset = paths.open_dataset()
     section = params.tokens
     summary = {}
-    sizes: dict[Literal["queries", "labels"], int] = {
-        "queries": dataset.num_queries,
-        "labels": dataset.num_labels,
-    }
     folder = checked_encoder(params)
     encoder = resolved(params.encoder, folder)
-    prompts = {"queries": encoder.query_prompt, "labels": encoder.label_prompt}
-    for which, num_texts in sizes.items():
-        batches = dataset.text_batches(which, section.text, TEXTS_A_BATCH)
+    kinds: list[tuple[Literal["queries", "labels"], int, str]] = [
+        ("queries", dataset.num_queries, encoder.query_prompt),
+        ("labels", dataset.num_labels, encoder.label_prompt),
+    ]
+    for which, num_texts, prompt in kinds:
         path = paths.TOKENS / which
         build_token_cache(
-            batches,
+            dataset.text_batches(which, section.text, TEXTS_A_BATCH),
             folder,
             section.max_length,
             path,
             num_texts,
             {"text": section.text},
-            prompt=prompts[which],
+            prompt=prompt,
         )
         summary[f"{which}_texts"] = num_texts
         summary[f"{which}_tokens"] = int(TokenCache.open(path, verify=False).offsets[-1])

@@ -25,7 +25,7 @@ from unidec.model import frozen, unidec
 from unidec.pipeline import paths
 from unidec.pipeline.lock import is_held
 from unidec.pipeline.runs import run_folders
-from unidec.tracking.run import STATE, Tracker, has_died, is_behind, tracking_state
+from unidec.tracking.run import STATE, has_died, is_behind, reconcile_runs, tracking_state
 from unidec.training.checkpoint import checkpoint_folders, read_state
 
 Severity = Literal["warning", "broken"]
@@ -172,15 +172,11 @@ def _tracking(run_dir: Path) -> Iterator[Defect]:
     to the tracking store.
     """
 
-    def end() -> str:
-        Tracker.resume(run_dir).finish("KILLED")
-        if is_behind(run_dir):
-            return "recorded as KILLED; the store does not answer and is updated later"
-        return "ended as KILLED"
-
     def send() -> str:
-        is_sent = Tracker.resume(run_dir).flush()
-        return "sent" if is_sent else "the store does not answer: the records are kept"
+        reconcile_runs([run_dir])
+        if is_behind(run_dir):
+            return "recorded; the store does not answer and is updated later"
+        return "sent to the store"
 
     state = tracking_state(run_dir)
     if (run_dir / STATE).exists() and not state:
@@ -189,7 +185,7 @@ def _tracking(run_dir: Path) -> Iterator[Defect]:
     elif has_died(run_dir):
         what = f"MLflow run {state.get('run_id')} was never ended, and its process is gone"
         fix = "end it as KILLED; a training that resumes opens it again"
-        yield "warning", what, run_dir, fix, end
+        yield "warning", what, run_dir, fix, send
     elif is_behind(run_dir):
         what = "some records were not sent to the tracking store"
         yield "warning", what, run_dir, "send them", send

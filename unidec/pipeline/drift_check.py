@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -113,24 +114,25 @@ def data_change(params: Params) -> DataChange:
         ArtifactError: the champion's bundle is damaged.
     """
     dataset = paths.open_dataset()
-    beside = _beside_champion(params, dataset)
-    checks = compare(beside.old, beside.new, params.drift) if beside.old else []
+    accepted, reason, bundle = _accepted(params, dataset)
+    old: Side = {}
+    new: Side = {}
+    checks: list[Check] = []
+    if bundle is not None:
+        old, tokenizer = _of_bundle(bundle, str(bundle))
+        new = _figures(old, tokenizer, dataset) | {"label_changes": _label_changes(bundle, dataset)}
+        checks = compare(old, new, params.drift)
+    found = Comparison(
+        title=f"Change of {dataset.name}",
+        names=("accepted", "now"),
+        old=old,
+        new=new,
+        checks=checks,
+        reason=reason,
+        facts={"accepted": accepted or "none", "now": {"dataset_sha256": dataset.sha256}},
+    )
+    page = _written(found, paths.CHANGE)["page"]
     stops = [check.words for check in checks if check.state == "stop"]
-    warnings = [check.words for check in checks if check.state == "warning"]
-    with swap_folder(paths.CHANGE) as folder:
-        Comparison(
-            title=f"Change of {dataset.name}",
-            names=("accepted", "now"),
-            old=beside.old,
-            new=beside.new,
-            checks=checks,
-            reason=beside.reason,
-            facts={
-                "accepted": beside.accepted or "none",
-                "now": {"dataset_sha256": dataset.sha256},
-            },
-        ).write(folder)
-    page = str(paths.CHANGE / PAGE)
     if stops:
         raise DataError(
             "the data changed beyond the limits",
@@ -138,50 +140,43 @@ def data_change(params: Params) -> DataChange:
             got="; ".join(stops),
             fix="correct the source; or, if this is what the data is now, raise drift.stop",
         )
-    return DataChange(beside.accepted, beside.reason, stops, warnings, page)
+    warnings = [check.words for check in checks if check.state == "warning"]
+    return DataChange(accepted, reason, stops, warnings, page)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Beside:
-    """The champion's training data compared with the data set: `DataChange.accepted` and `.reason`,
-    and the figures of both.
+def _accepted(
+    params: Params, dataset: XMCDataset
+) -> tuple[dict[str, str] | None, str, Path | None]:
+    """`DataChange.accepted` and `.reason`, and the champion's bundle if there is something to
+    compare.
     """
-
-    accepted: dict[str, str] | None = None
-    reason: str
-    old: Side = field(default_factory=dict)
-    new: Side = field(default_factory=dict)
-
-
-def _beside_champion(params: Params, dataset: XMCDataset) -> _Beside:
     model = params.tracking.model_name
     champion = find_alias(model, "champion")
     if champion is None:
-        return _Beside(reason=f"{model} has no champion yet: nothing to compare with")
+        return None, f"{model} has no champion yet: nothing to compare with", None
     version = str(champion.version)
     accepted = {"model": model, "version": version, "dataset_sha256": dataset.sha256}
-    same = _Beside(accepted=accepted, reason="the champion was trained on this very data")
+    same = "the champion was trained on this very data"
     tags = champion.tags
     # after a label refresh, the tag names the data of the labels, not that of the training
     if tags.get("dataset.sha256") == dataset.sha256 and tags.get("start.kind") != "refresh":
-        return same  # without fetching the bundle
+        return accepted, same, None  # without fetching the bundle
     bundle = fetch_bundle(f"models:/{model}/{version}")
-    info = read_info(bundle)
-    accepted["dataset_sha256"] = str(info.dataset.get("sha256"))
+    accepted["dataset_sha256"] = str(read_info(bundle).dataset.get("sha256"))
     profile = read_profile(bundle)
     if profile is None:
-        return _Beside(
-            accepted=accepted,
-            reason=f"version {version} of {model} has no profile of this version",
-        )
+        return accepted, f"version {version} of {model} has no profile of this version", None
     if profile["sha256"] == dataset.sha256:
-        return same
-    new = _figures(profile, bundle / _TOKENIZER, dataset)
-    before = set(read_labels(bundle, info.num_labels)["uid"].to_pylist())
+        return accepted, same, None
+    return accepted, "", bundle
+
+
+def _label_changes(bundle: Path, dataset: XMCDataset) -> dict[str, float]:
+    """Shares of the champion's labels that are gone, and of the data set's that are new."""
+    before = set(read_labels(bundle, read_info(bundle).num_labels)["uid"].to_pylist())
     now = set(dataset.label_uids())
     left = len(before - now) / max(len(before), 1)
-    new["label_changes"] = {"left": left, "new": len(now - before) / max(len(now), 1)}
-    return _Beside(accepted=accepted, reason="", old=profile, new=new)
+    return {"left": left, "new": len(now - before) / max(len(now), 1)}
 
 
 def drift(
@@ -288,8 +283,8 @@ def monitor(
     stem = Path(queries_path).name.partition(".")[0]
     name = f"{stem}-{_digest(file_sha256(queries_path), loaded.sha256)}"
     written = _written(found, paths.MONITOR / name)
-    result = WindowDrift(**written, queries=total, metrics=metrics, model=model, run_url=None)
-    return replace(result, run_url=_track(params, result, found.checks, name))
+    run_url = _track(params, found, paths.MONITOR / name, model)
+    return WindowDrift(**written, queries=total, metrics=metrics, model=model, run_url=run_url)
 
 
 def _written(found: Comparison, out: Path) -> dict[str, Any]:
@@ -342,51 +337,42 @@ def _quality(
     queries); the share of labels unknown to the bundle, which count as misses; and the number of
     queries that have labels.
     """
-    texts: list[str] = []
-    rows = []
-    columns = []
-    row_of = dict(bundle.row_of)
-    for text, uids in zip(window.texts, window.labels or [], strict=True):
-        if not uids:
-            continue
-        for uid in set(uids):
-            rows.append(len(texts))
-            columns.append(row_of.setdefault(uid, len(row_of)))
-        texts.append(text)
-    num_unknown = sum(column >= bundle.num_labels for column in columns)
-    unknown = share(num_unknown, len(columns))
-    if not texts:
-        return {}, unknown, 0
-    ones = np.ones(len(rows), np.float32)
-    truth = sp.csr_matrix((ones, (rows, columns)), shape=(len(texts), len(row_of)))
-    predicted = bundle.predict_arrays(texts, min(K, bundle.num_labels)).rows
-    parts = by_query(predicted, truth, shown("window"), np.ones(len(row_of)))
+    from sklearn.preprocessing import MultiLabelBinarizer
+
+    given = window.labels or []
+    window = window.sample([row for row, uids in enumerate(given) if uids])
+    labels = window.labels or []
+    known = bundle.uids.to_pylist()
+    unknown = sorted(set(chain.from_iterable(labels)) - set(known))
+    binarizer = MultiLabelBinarizer(classes=[*known, *unknown], sparse_output=True)
+    truth = sp.csr_matrix(binarizer.fit_transform(labels), dtype=np.float32)
+    share_unknown = share(truth[:, len(known) :].nnz, truth.nnz)
+    if not labels:
+        return {}, share_unknown, 0
+    predicted = bundle.predict_arrays(window.texts, min(K, bundle.num_labels)).rows
+    parts = by_query(predicted, truth, shown("window"), np.ones(truth.shape[1]))
     figures = {}
     for name, (above_N, below_N) in parts.items():
         percent_N = 100.0 * above_N / below_N.mean()
         error = percent_N.std() / np.sqrt(len(percent_N))
         figures[name] = (float(percent_N.mean()), float(error))
-    return figures, unknown, len(texts)
+    return figures, share_unknown, len(labels)
 
 
 def _digest(*parts: object) -> str:
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:12]
 
 
-def _track(params: Params, result: WindowDrift, checks: Sequence[Check], name: str) -> str | None:
-    """Log the report as an MLflow run in a separate experiment; if the server does not answer, the
-    run is sent later.
+def _track(params: Params, found: Comparison, folder: Path, model: Mapping[str, str]) -> str | None:
+    """Log the report in `folder` as an MLflow run in a separate experiment; if the server does not
+    answer, the run is sent later.
     """
     tracker = Tracker(f"{params.tracking.experiment}-monitor")
-    tags = {"drifted": str(result.drifted).lower(), "bundle.sha256": result.model["bundle_sha256"]}
-    tracker.start(
-        Path(result.page).parent,
-        {"queries": result.queries, "bundle": result.model["source"]},
-        tags,
-        run_name=name,
-    )
-    figures = {f"drift/{check.key}": float(check.new) for check in checks}
-    tracker.log_final(figures | {"drift/drifted": float(result.drifted)})
-    tracker.log_files([result.page, result.result])
+    tags = {"drifted": str(found.drifted).lower(), "bundle.sha256": model["bundle_sha256"]}
+    parameters = {"queries": found.facts["queries"], "bundle": model["source"]}
+    tracker.start(folder, parameters, tags, run_name=folder.name)
+    figures = {f"drift/{check.key}": float(check.new) for check in found.checks}
+    tracker.log_final(figures | {"drift/drifted": float(found.drifted)})
+    tracker.log_files([folder / PAGE, folder / FINDINGS])
     tracker.finish()
     return tracker.url

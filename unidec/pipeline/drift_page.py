@@ -41,6 +41,11 @@ class Comparison:
     facts: Mapping[str, Any]
 
     @property
+    def drifted(self) -> bool:
+        """Whether any figure is outside its limits."""
+        return any(check.drifted for check in self.checks)
+
+    @property
     def charts(self) -> list[Chart | None]:
         """The lengths of queries and labels, and the scores of the best labels, of both sides."""
         old = self.old
@@ -84,7 +89,7 @@ class Comparison:
             ),
         )
         found = {
-            "drifted": any(check.drifted for check in self.checks),
+            "drifted": self.drifted,
             "findings": [check.to_json() for check in self.checks],
             "judged": not self.reason,
             "reason": self.reason,

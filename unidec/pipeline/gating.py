@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,6 +35,7 @@ from unidec.evaluation.significance import Check, challenge
 from unidec.metric_names import headline
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import K
+from unidec.pipeline.registration import record_code
 from unidec.pipeline.seen import unseen_queries
 from unidec.progress import progress
 from unidec.ranking.query_encoder import Runtime
@@ -48,7 +49,7 @@ from unidec.tracking.promotion import (
     rolled_back_words,
     version_of,
 )
-from unidec.tracking.provenance import CHANGED_TAG, COMMIT_TAG, DIRTY_TAG, uncommitted, unknown_code
+from unidec.tracking.provenance import COMMIT_TAG, DIRTY_TAG, uncommitted, unknown_code
 from unidec.tracking.registry import HASH_TAG
 from unidec.tracking.repository import git
 from unidec.tracking.store import open_client, tracking_uri
@@ -118,7 +119,7 @@ def gate(params: Params, version: str | int = CHALLENGER) -> Verdict:
     details = dict[str, Any]()
     if not already:
         dataset = paths.open_dataset()
-        checks, details = _checks(params, challenger, champion, dataset)
+        checks = list(_checks(params, challenger, champion, dataset, details))
         passed = all(check.passed for check in checks)
         details |= {
             "model": challenger.name,
@@ -250,26 +251,26 @@ def _with_commit(client: MlflowClient, version: ModelVersion) -> ModelVersion:
     """
     if version.tags.get(DIRTY_TAG) != "true" or uncommitted(version.tags):
         return version
-    number = str(version.version)
-    client.set_model_version_tag(
-        version.name, number, COMMIT_TAG, git(".", "rev-parse", "HEAD") or ""
-    )
-    client.set_model_version_tag(version.name, number, DIRTY_TAG, "false")
-    client.delete_model_version_tag(version.name, number, CHANGED_TAG)
-    return known_version(client, version.name, number)
+    commit = git(".", "rev-parse", "HEAD") or ""
+    record_code(client, version, {COMMIT_TAG: commit, DIRTY_TAG: "false"})
+    return known_version(client, version.name, str(version.version))
 
 
 def _checks(
-    params: Params, challenger: ModelVersion, champion: ModelVersion | None, dataset: XMCDataset
-) -> tuple[list[Check], dict[str, Any]]:
-    """All checks, and the details that the page shows: "probes", "seen", "labels", "metrics",
+    params: Params,
+    challenger: ModelVersion,
+    champion: ModelVersion | None,
+    dataset: XMCDataset,
+    details: dict[str, Any],
+) -> Iterator[Check]:
+    """All checks. Fills the details that the page shows: "probes", "seen", "labels", "metrics",
     "comparison".
     """
     rules = params.gate
     # only the labels changed: the challenger need not be better
     if challenger.tags.get("start.kind") == "refresh":
         rules = rules.model_copy(update={"margin": min(rules.margin, -rules.tolerance)})
-    checks = _provenance(challenger, champion, rules)
+    yield from _provenance(challenger, champion, rules)
     sha256 = challenger.tags.get(HASH_TAG, "")
     champion_folder = {} if champion is None else {"champion": _fetch(champion)}
     rows = dataset.rows("test")
@@ -277,44 +278,45 @@ def _checks(
     check = "hash"
     try:
         folders = {"challenger": _fetch(challenger)} | champion_folder
-        checks.append(Check(check, True, sha256, sha256, f"sha256 {sha256[:16]}, as registered"))
+        yield Check(check, True, sha256, sha256, f"sha256 {sha256[:16]}, as registered")
         check = "loads"
-        texts = own_texts(
-            Bundle.load(folders["challenger"], lazy=True, verify=False), dataset, probed
-        ) or ["a query"]
+        bundle = Bundle.load(folders["challenger"], lazy=True, verify=False)
+        texts = own_texts(bundle, dataset, probed) or ["a query"]
     except ArtifactError as error:
-        return [*checks, Check(check, False, None, None, str(error).replace("\n", " "))], {}
+        yield Check(check, False, None, None, str(error).replace("\n", " "))
+        return
     serving_checks, probes = servability(folders, texts, rules)
-    details: dict[str, Any] = {"probes": {which: asdict(probe) for which, probe in probes.items()}}
-    checks += serving_checks
+    details["probes"] = {which: asdict(probe) for which, probe in probes.items()}
+    yield from serving_checks
     if not probes or champion is None:
-        return checks, details
+        return
     if not len(rows):
         what = "the data set has no test queries on which it could be compared with the champion"
-        return [*checks, Check(rules.metric, False, None, None, what)], details
+        yield Check(rules.metric, False, None, None, what)
+        return
     unseen = unseen_queries(folders, dataset, params.validation)
-    checks.append(unseen.check)
+    yield unseen.check
     details["seen"] = unseen.counts
     if not unseen.check.passed:
-        return checks, details
-    rows = unseen.rows
+        return
     device = choose_device(params.device).type
     ranked = {}
     details["labels"] = {}
     for which, folder in folders.items():
         # hashes were checked when the bundle was fetched
         bundle = Bundle.load(folder, verify=False, device=device)
-        ranked[which], details["labels"][which] = rank_queries(bundle, dataset, rows)
+        ranked[which], details["labels"][which] = rank_queries(bundle, dataset, unseen.rows)
     propensity = paths.open_propensity()
     metric_checks, comparison = challenge(
         ranked["challenger"],
         ranked["champion"],
-        truth_of(dataset, rows),
+        truth_of(dataset, unseen.rows),
         propensity.inverse_L,
         propensity.group_L,
         rules,
     )
-    return checks + metric_checks, details | comparison
+    details |= comparison
+    yield from metric_checks
 
 
 def servability(

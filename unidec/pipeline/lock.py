@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,15 +15,13 @@ from unidec.addresses import without_credentials
 from unidec.data.file_lock import lock_file
 from unidec.errors import TrainingError, UnidecError
 from unidec.pipeline import paths
+from unidec.surroundings import environment
 from unidec.tracking.process_alive import is_alive, this_process
 
 LOCK = ".train.lock"
 HOLDER = ".train.holder"
-# environment variable of subprocesses: which process holds the locks of which folders
+# environment variable of subprocesses: which process holds the lock of which folder
 HELD = "UNIDEC_LOCK"
-_OF_PARENT = os.environ.get(HELD)
-_held: list[str] = []  # folders whose lock this process holds; threads may train in several folders
-_changing = threading.Lock()  # guards `_held` and the environment variable
 
 
 @contextlib.contextmanager
@@ -53,31 +50,9 @@ def one_at_a_time(folder: Path | None = None) -> Iterator[None]:
             ) from error
         command = without_credentials(" ".join(sys.orig_argv))[:200]
         holder.write_text(f"process {os.getpid()}: {command}", encoding="utf-8")
-        stack.enter_context(_shown_to_children(str(folder.resolve())))
+        held = this_process() | {"folder": str(folder.resolve())}
+        stack.enter_context(environment(HELD, json.dumps(held)))
         yield
-
-
-@contextlib.contextmanager
-def _shown_to_children(folder: str) -> Iterator[None]:
-    """List a folder in `HELD` inside the block, besides the folders of other threads."""
-    with _changing:
-        _held.append(folder)
-        _set_held()
-    try:
-        yield
-    finally:
-        with _changing:
-            _held.remove(folder)
-            _set_held()
-
-
-def _set_held() -> None:
-    if _held:
-        os.environ[HELD] = json.dumps(this_process() | {"folders": _held})
-    elif _OF_PARENT is not None:
-        os.environ[HELD] = _OF_PARENT
-    else:
-        os.environ.pop(HELD, None)
 
 
 @contextlib.contextmanager
@@ -91,7 +66,7 @@ def replaces_inputs() -> Iterator[None]:
         TrainingError: as `one_at_a_time`.
     """
     held = json.loads(os.environ.get(HELD, "{}"))
-    inside = str(paths.RUNS.resolve()) in held.get("folders", []) and is_alive(held)
+    inside = held.get("folder") == str(paths.RUNS.resolve()) and is_alive(held)
     with contextlib.nullcontext() if inside else one_at_a_time():
         yield
 

@@ -31,7 +31,6 @@ from unidec.methods.inception import token_layers
 from unidec.methods.label_clusters import LABEL_CLUSTER
 from unidec.methods.simcse import texts_as_labels
 from unidec.methods.teacher import TeacherLoss
-from unidec.model.batch import TextChunks
 from unidec.model.dense import new_dense
 from unidec.model.encoder import (
     EncoderInput,
@@ -59,7 +58,6 @@ from unidec.training.gradients import Gradients
 from unidec.training.objective import Objective
 from unidec.training.optim import Optimisers
 from unidec.training.sampler import (
-    encoded_labels,
     head_labels,
     queries_a_batch,
     weighs_by_propensity,
@@ -76,22 +74,9 @@ DENSE = "encoder and heads"
 TOKENS = "token table"
 ROWS = "classifier rows"
 STATE = (DENSE, TOKENS, ROWS)
-# parameters that a step depends on, except for how many activations are held at the same time
-DECISIVE: dict[str, Any] = {
-    "encoder": True,
-    "model": True,
-    "pool": True,
-    "loss": True,
-    "optim": True,
-    "label_graph": True,
-    "teacher": True,
-    "tokens": {"max_length"},
-    "run": {"devices", "table_place"},
-}
 _OF_TRANSFORMER = {"name", "trainable_layers", "lora"}
 # maximum number of labels in a probe of a step over all labels; its memory is linear in the labels
-MOST_TEXTS = 1 << 12
-MOST_LABELS = 1 << 17
+MOST_LABELS = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,22 +134,16 @@ def _known(name: str) -> str | None:
     return None if Path(name).is_dir() else KNOWN.get(name.rpartition("/")[2])
 
 
-@dataclass(frozen=True)
-class _Chunk:
+@functools.cache
+def _measure_chunk(
+    settings: str, shape: tuple[int, ...], *, gpu: bool, half: bool
+) -> tuple[float, int, int]:
     """Bytes of a chunk of texts in a transformer: held for the backward pass, per token; held once
     for all chunks (cast weights); allocated in the backward pass (gradients).
     """
-
-    each_token: float = 0.0
-    once: int = 0
-    backward: int = 0
-
-
-@functools.cache
-def _measure_chunk(settings: str, shape: tuple[int, ...], *, gpu: bool, half: bool) -> _Chunk:
     section = Encoder.model_validate_json(settings)
     if section.trainable_layers == 0:
-        return _Chunk()
+        return 0.0, 0, 0
     transformer = _transformer(section, gpu)
     packs = len(shape) == 1
     as_there = AsOnGPU() if gpu and not packs else contextlib.nullcontext()
@@ -187,7 +166,7 @@ def _measure_chunk(settings: str, shape: tuple[int, ...], *, gpu: bool, half: bo
         encoder.zero_grad()
         del first
     each = held - of_first
-    return _Chunk(each / math.prod(shape), max(of_first - each, 0), backward)
+    return each / math.prod(shape), max(of_first - each, 0), backward
 
 
 @functools.cache
@@ -232,18 +211,21 @@ def measure(params: Params, sizes: Sizes, *, gpu: bool, half: bool) -> Measured:
         ConfigError: more layers to train than the encoder has.
     """
     num_labels = sizes.num_labels
-    whole = _Probe(params, sizes, num_labels, gpu=gpu, half=half)
-    decisive = params.model_dump_json(include=DECISIVE)
-    probe = functools.partial(_largest_step, decisive, sizes, gpu=gpu, half=half)
-    few = _fewer_labels(params, num_labels)
-    step = probe(few)
-    heads = step.heads
-    tokens = step.tokens
-    if few < num_labels:
-        half_step = probe(few // 2)
+    probe = functools.partial(_Probe, params, sizes, gpu=gpu, half=half)
+    whole = probe(num_labels)
+    state = whole.state()
+    uses_all = "all" in head_labels(params.model, params.pool)
+    if uses_all and num_labels > MOST_LABELS:
+        few = MOST_LABELS
+        step = probe(few).step()
+        half_step = probe(few // 2).step()
         times = (num_labels - few) / (few // 2)  # extrapolates from half of the labels
-        heads += math.ceil(times * max(heads - half_step.heads, 0))
-        tokens += math.ceil(times * max(tokens - half_step.tokens, 0))
+        step.heads += math.ceil(times * max(step.heads - half_step.heads, 0))
+        step.tokens += math.ceil(times * max(step.tokens - half_step.tokens, 0))
+        step.num_labels = num_labels
+    else:
+        step = whole.step()
+    tokens = step.tokens
     shape = step.chunk
     if params.run.recompute:
         shape = (min(shape[0], GPU_CHUNK_TOKENS), *shape[1:])  # packs are then small
@@ -251,27 +233,18 @@ def measure(params: Params, sizes: Sizes, *, gpu: bool, half: bool) -> Measured:
     transformer = 0
     if tokens:
         settings = params.encoder.model_dump_json(include=_OF_TRANSFORMER)
-        chunk = _measure_chunk(settings, shape, gpu=gpu, half=half)
-        held = math.ceil(tokens * chunk.each_token)
-        transformer = held + chunk.once + chunk.backward
+        each, once, backward = _measure_chunk(settings, shape, gpu=gpu, half=half)
+        transformer = math.ceil(tokens * each) + once + backward
     return Measured(
-        state=whole.state(),
-        step={"transformer": transformer, "heads and losses": heads},
+        state=state,
+        step={"transformer": transformer, "heads and losses": step.heads},
         num_queries=whole.num_batch,
-        num_labels=step.num_labels if few == num_labels else num_labels,
+        num_labels=step.num_labels,
         width=whole.model.encoder.width,
     )
 
 
-def _fewer_labels(params: Params, num_labels: int) -> int:
-    """Number of labels for a probe: all, or a limited number if each step uses all labels."""
-    if "all" not in head_labels(params.model, params.pool):
-        return num_labels
-    encodes_all = encoded_labels(params.model, params.pool, params.model.clf_residual) == "all"
-    return min(num_labels, MOST_TEXTS if encodes_all else MOST_LABELS)
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Step:
     """Measurements of a largest step.
 
@@ -285,13 +258,6 @@ class _Step:
     num_labels: int
     tokens: int
     chunk: tuple[int, ...]
-
-
-@functools.cache
-def _largest_step(decisive: str, sizes: Sizes, num_labels: int, *, gpu: bool, half: bool) -> _Step:
-    """The largest step with these parameters (JSON); equal parameters are measured once."""
-    params = Params.model_validate_json(decisive)
-    return _Probe(params, sizes, num_labels, gpu=gpu, half=half).step()
 
 
 class _Probe:
@@ -317,6 +283,7 @@ class _Probe:
         self.ranks = _OneOf(rank=world - 1, world=world)
         self.autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, enabled=half)
         self.live = LiveBytes()
+        self.passes: list[list[tuple[int, ...]]] = []  # shapes of the chunks encoded together
         transformer = None
         if params.encoder.has_transformer:
             transformer = _transformer(params.encoder, gpu)
@@ -347,6 +314,7 @@ class _Probe:
 
     def _outputs(self, batch: EncoderInput) -> Tensor:
         """Vectors in the shape that the transformer returns, without computing them."""
+        self.passes.append([chunk[0].shape for chunk in batch.chunks])
         encoder = self.model.encoder
         is_trained = not encoder.takes_vectors
         assert encoder.transformer is not None
@@ -371,6 +339,7 @@ class _Probe:
         """
         batches, objective = self._parts()
         batch = batches.prepare(np.arange(self.num_batch), 0, 0, self._negatives())
+        self.passes.clear()  # of a frozen encoder, whose outputs are cached
         given = {id(vectors): vectors for vectors in batch.added.get(TeacherLoss.name, {}).values()}
         begin = self.live.now - sum(vectors.nbytes for vectors in given.values())
         with no_memory(), self.live as live, warnings.catch_warnings():
@@ -382,15 +351,12 @@ class _Probe:
             norm = Gradients(self.model, self.optimisers, self.ranks, None).complete()
             for rows in self.optimisers.row.values():
                 rows.step(1, 1.0, norm, torch.zeros(()))
-        texts = batch.texts
-        together = [part for _, part in texts.chunks] if isinstance(texts, TextChunks) else [texts]
-        chunks = [[chunk[0].shape for chunk in part.chunks] for part in together]
         of_all = self.model.heads != "de" and batch.clf.ids is None
         return _Step(
             heads=live.peak - begin,
             num_labels=self.num_labels if of_all else len(batch.pool.pool_S),
-            tokens=max(sum(map(math.prod, shapes)) for shapes in chunks),
-            chunk=max(itertools.chain(*chunks), key=attention_work, default=(0, 0)),
+            tokens=max((sum(map(math.prod, shapes)) for shapes in self.passes), default=0),
+            chunk=max(itertools.chain(*self.passes), key=attention_work, default=(0, 0)),
         )
 
     def _parts(self) -> tuple[Batches, Objective]:

@@ -10,11 +10,9 @@ from pathlib import Path
 from scipy.sparse import csr_matrix
 
 from unidec.config import Params
-from unidec.data import dataset
 from unidec.data.dataset import XMCDataset
 from unidec.data.label_graph import load_label_graph
 from unidec.data.propensity import Propensity, load_propensity
-from unidec.data.storage import read_manifest
 from unidec.data.tokens import TokenCache
 from unidec.errors import ArtifactError
 from unidec.tracking.fetch import COPIES
@@ -110,15 +108,13 @@ def open_label_graph(params: Params, verify: bool = True) -> csr_matrix | None:
 
 
 def _check_rows(num_rows: int, which: str, path: Path, command: str) -> None:
-    dataset_path = _path("DATASET")
-    expected = read_manifest(dataset_path, dataset.KIND, dataset.VERSION, verify=False)["meta"].get(
-        f"num_{which}"
-    )
+    dataset = open_dataset(verify=False)
+    expected = getattr(dataset, f"num_{which}")
     if num_rows != expected:
         raise ArtifactError(
             "built from another data set",
             where=path,
             got=f"{num_rows} {which}",
-            expected=f"{expected}, as in {dataset_path}",
+            expected=f"{expected}, as in {dataset.path}",
             fix=f"run `unidec data {command}` again",
         )

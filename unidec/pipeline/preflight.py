@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 
 from unidec.config import Params
@@ -41,10 +42,17 @@ def check_before_work(params: Params, steps: Collection[str] = ALL_STEPS) -> Non
     Raises:
         UnidecError: lists every problem; class and exit code are those of the first problem.
     """
+    checks: list[Callable[[Params], None]] = [partial(_check_packages, steps), _check_written]
+    if "ingest" in steps:
+        checks.append(check_source)
+    if "tokens" in steps:
+        checks.append(_check_encoder)
+    if "train" in steps:
+        checks += [_check_start, _check_devices]
     found: list[UnidecError] = []
-    for check in _checks(params, steps):
+    for check in checks:
         try:
-            check()
+            check(params)
         except UnidecError as error:
             found.append(error)
     if len(found) == 1:
@@ -52,18 +60,6 @@ def check_before_work(params: Params, steps: Collection[str] = ALL_STEPS) -> Non
     if found:
         listed = "\n".join(map(str, found))
         raise type(found[0])(f"{len(found)} problems\n{listed}")
-
-
-def _checks(params: Params, steps: Collection[str]) -> Iterator[Callable[[], None]]:
-    yield lambda: _check_packages(steps, ("peft",) if params.encoder.lora.get("rank") else ())
-    yield _check_written
-    if "ingest" in steps:
-        yield lambda: check_source(params)
-    if "tokens" in steps:
-        yield lambda: _check_encoder(params)
-    if "train" in steps:
-        yield lambda: _check_start(params)
-        yield lambda: _check_devices(params)
 
 
 def check_source(params: Params) -> None:
@@ -122,15 +118,16 @@ def _check_devices(params: Params) -> None:
     check_devices(params)
 
 
-def _check_packages(steps: Collection[str], to_train: Collection[str]) -> None:
-    needed = dict.fromkeys(name for step in steps for name in _PACKAGES.get(step, ()))
-    needed |= dict.fromkeys(to_train if "train" in steps else ())
+def _check_packages(steps: Collection[str], params: Params) -> None:
+    needed = [name for step in steps for name in _PACKAGES.get(step, ())]
+    if "train" in steps and params.encoder.lora.get("rank"):
+        needed.append("peft")
     for name in needed:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # a mere folder of this name is not a package
             raise missing_package(ModuleNotFoundError(name=name))
 
 
-def _check_written() -> None:
+def _check_written(_: Params) -> None:
     database = sqlite_path(tracking_uri())
     check_writable([*_WRITTEN, *([database.parent] if database is not None else [])])

@@ -236,57 +236,46 @@ def training_neighbours(
     """
     from unidec.model.frozen import autocast, cached_inputs
 
+    if by == "words":
+        return word_neighbours(dataset, model.tokenizer_folder, tokens, word_head)
     rows = dataset.rows("train")
-    labels = truth_of(dataset, rows)
-    facts = (labels, *dataset.query_columns(rows))
+    facts = (truth_of(dataset, rows), *dataset.query_columns(rows))
     build = None
     amp = autocast_type(precision, model.device)
     if tokens is None:
-        query_tokens = paths.open_tokens("queries")
-        label_tokens: Tokens = paths.open_tokens("labels")
-        if by == "model":
-            build = cached_inputs(
-                model.encoder, {"queries": query_tokens}, paths.CACHE, model.device, amp
-            )
-        tokens = (query_tokens, label_tokens)
+        of_queries: Tokens = paths.open_tokens("queries")
+        caches = {"queries": of_queries}
+        build = cached_inputs(model.encoder, caches, paths.CACHE, model.device, amp)
     else:
+        of_queries, _ = tokens
         rows = np.arange(len(rows))
-    if by == "words":
-        return _word_neighbours(model.tokenizer_folder, tokens, rows, facts, word_head)
     head: Literal["de", "clf"] = "clf" if model.heads == "clf" else "de"
     with autocast(model.device, amp):
         de, clf = model.vectors(
-            "queries", tokens[0], rows, build, desc="training queries", only=head
+            "queries", of_queries, rows, build, desc="training queries", only=head
         )
     vectors: Any = de if head == "de" else clf
     return Neighbours(vectors[:, : width or None], *facts)
 
 
-def word_neighbours(dataset: XMCDataset, tokenizer: Path) -> Neighbours:
-    """The queries of the training split, compared by words, as `training_neighbours`.
+def word_neighbours(
+    dataset: XMCDataset,
+    tokenizer: Path,
+    tokens: tuple[Tokens, Tokens] | None = None,
+    word_head: int = 0,
+) -> Neighbours:
+    """The queries of the training split, compared by words.
 
     Args:
         tokenizer: its folder.
+        tokens, word_head: see `training_neighbours`.
     """
     rows = dataset.rows("train")
-    tokens = (paths.open_tokens("queries"), paths.open_tokens("labels"))
     facts = (truth_of(dataset, rows), *dataset.query_columns(rows))
-    return _word_neighbours(tokenizer, tokens, rows, facts)
-
-
-def _word_neighbours(
-    tokenizer: Path,
-    tokens: tuple[Tokens, Tokens],
-    rows: np.ndarray,
-    facts: tuple[Any, Any, Any],
-    word_head: int = 0,
-) -> Neighbours:
-    """Neighbours compared by words.
-
-    Args:
-        tokens: of the queries, and of all labels. rows: rows of the neighbours among the queries.
-        facts: the neighbours' labels, uids and titles.
-    """
+    if tokens is None:
+        tokens = (paths.open_tokens("queries"), paths.open_tokens("labels"))
+    else:
+        rows = np.arange(len(rows))
     of_queries, of_labels = tokens
     every_label = np.arange(len(of_labels))
     texts = chain(text_blocks(of_queries, rows), text_blocks(of_labels, every_label))
@@ -339,9 +328,10 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
     objective = index.objective
     tried: dict[tuple[float, float], dict[str, float]] = {}
     clf_weights = CLF_WEIGHTS if index.clf_weight == "auto" else (index.clf_weight,)
-    knn_weights = KNN_WEIGHTS if index.knn_weight == "auto" else (index.knn_weight,)
+    knn_weights: tuple[float, ...] = (0.0,)
     voting = None
     if neighbours is not None:
+        knn_weights = KNN_WEIGHTS if index.knn_weight == "auto" else (index.knn_weight,)
         voting = ranking.voting(neighbours, index.knn_neighbours)
     ranker = ranking.ranker(ranking.heads(index), voting)
     step = max(1, len(ranking.rows) // TUNING_QUERIES)
@@ -354,7 +344,7 @@ def tuned_blend(ranking: Ranking, params: Params, neighbours: Neighbours | None)
         return tried[weights][objective]
 
     best = max([(weight, 0.0) for weight in clf_weights], key=quality)
-    for _ in range(0 if voting is None else MAX_TURNS):
+    for _ in range(MAX_TURNS):
         before = best
         best = max([(best[0], weight) for weight in knn_weights], key=quality)
         if not best[1]:  # this classifier weight is already the best one without votes
@@ -425,11 +415,10 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
         return evidence.best(fitted.held_out_P + np.float32(tail) * log_inverse_P, K)
 
     by_tail = {tail: ranking.metrics_of(ranked(tail).rows) for tail in TAILS}
-    quality = {tail: metrics[objective] for tail, metrics in by_tail.items()}
-    least = max(quality.values()) - TAIL_TOLERANCE
-    tail = max(tail for tail in TAILS if quality[tail] >= least)
+    least = max(metrics[objective] for metrics in by_tail.values()) - TAIL_TOLERANCE
+    tail = max(tail for tail in TAILS if by_tail[tail][objective] >= least)
     metrics = by_tail[tail]
-    fused_quality = quality[tail]
+    fused_quality = metrics[objective]
     blend_quality = blend.metrics[objective]
     if fused_quality <= blend_quality:
         _no_fusion(f"{objective} {fused_quality:.2f}, without one {blend_quality:.2f}")

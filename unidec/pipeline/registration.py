@@ -5,6 +5,7 @@ origin.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,6 @@ from unidec.data.storage import folder_sha256, read_json
 from unidec.errors import ConfigError
 from unidec.metric_names import headline
 from unidec.pipeline import paths
-from unidec.pipeline.encoders import encoder_facts
 from unidec.pipeline.runs import tracker_of_model
 from unidec.pipeline.start import start_tags
 from unidec.tracking import provenance
@@ -75,7 +75,6 @@ def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> Re
     tags |= {f"dataset.{key}": str(info.dataset.get(key, "")) for key in ("name", "sha256")}
     uri = tracking_uri()
     facts: dict[str, Any] = {"data set": info.dataset.get("name"), "labels": info.num_labels}
-    facts |= encoder_facts(path)
     name = params.tracking.model_name
     client = open_client(uri)
     check_artifacts(client.get_experiment_by_name(params.tracking.experiment), uri)
@@ -91,7 +90,9 @@ def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> Re
         facts["metrics"] = {"test": metrics}
         known = find_version(client, name, folder_sha256(path))
         if known is not None:
-            _answer_later(client, known, tags)
+            # its code was unknown so far, and git now answers
+            if provenance.unknown_code(known.tags) and not provenance.unknown_code(tags):
+                record_code(client, known, tags)
         else:
             # only for a new version: an existing one keeps the records of its training
             origin = provenance.artifact_tags(params.data.path) | start_tags()
@@ -124,10 +125,8 @@ def parent_version(params: Params, sha256: str, where: str) -> str:
     return str(version.version)
 
 
-def _answer_later(client: MlflowClient, version: ModelVersion, tags: dict[str, str]) -> None:
-    """Record the code that made a version if it was unknown so far and git now answers."""
-    if not provenance.unknown_code(version.tags) or provenance.unknown_code(tags):
-        return
+def record_code(client: MlflowClient, version: ModelVersion, tags: Mapping[str, str]) -> None:
+    """Replace the tags about the code that made a version by those in `tags`."""
     for key in provenance.CODE_TAGS:
         if key in tags:
             client.set_model_version_tag(version.name, version.version, key, tags[key])

@@ -120,19 +120,22 @@ def unseen_queries(folders: Mapping[str, Path], dataset: XMCDataset, limits: Val
         words.append(f"the {name} was trained on {count:,} of the {total:,} test queries")
         if not found.complete:
             words.append("it may have seen more: its training started from a model without record")
-    left = rows[~is_seen]
-    num_left = len(left)
-    fewest = min(FEWEST, math.ceil(total / 2))
+    judged = rows[~is_seen]
+    num_left = len(judged)
+    fewest: int | None = min(FEWEST, math.ceil(total / 2))
     is_enough = num_left >= fewest
     limit = limits.limit("test_texts_in_train")
     if is_enough:
         words.append(f"both are judged on the {num_left:,} that neither has seen")
     elif limit.severity != "error" or total - num_left <= limit.share * total:
         words.append(f"all are judged on, which {ACCEPT} accepts")
-        return Unseen(rows, counts, Check(CHECK, True, total, None, "; ".join(words)))
+        judged = rows
+        is_enough = True
+        fewest = None
     else:
         words.append(f"only {num_left:,} are left, too few to judge on")
-    return Unseen(left, counts, Check(CHECK, is_enough, num_left, fewest, "; ".join(words)))
+    check = Check(CHECK, is_enough, len(judged), fewest, "; ".join(words))
+    return Unseen(judged, counts, check)
 
 
 def leak_in_words(found: Seen | None, dataset: XMCDataset) -> tuple[str, int]:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 Kind = Literal["auto", "warm", "cold"]
 FIX = "retrain.start: cold"
-TRAINED_ON = "was trained on"
 COLD = {"kind": "cold"}  # the content of data/start.json for a training from scratch
 
 
@@ -175,9 +174,15 @@ def choose_start(params: Params, kind: Kind | None = None) -> ChosenStart:
     if kind != "cold":
         start, reason = _from_champion(params, kind == "auto")
     if kind == "warm" and start is None:
-        fix = f'{FIX}, or auto; or encoder.start: ""' if params.encoder.start else f"{FIX}, or auto"
-        fix += f", or accept it: {seen.ACCEPT}" if TRAINED_ON in reason else ""
-        raise ConfigError("no warm start is possible", where="retrain.start", got=reason, fix=fix)
+        raise ConfigError(
+            "no warm start is possible",
+            where="retrain.start",
+            got=reason,
+            fix=(
+                f'{FIX}, or auto; encoder.start: ""; or if it knows test queries, accept it: '
+                f"{seen.ACCEPT}"
+            ),
+        )
     write_bytes_atomic(paths.START, json.dumps(_content(start), indent=2).encode() + b"\n")
     return ChosenStart(**_content(start), reason=reason)
 
@@ -233,7 +238,7 @@ def _leak(params: Params, model: Path) -> tuple[str, bool]:
     limit = params.validation.limit("test_texts_in_train")
     if num <= limit.share * len(dataset.rows("test")):
         return "", False
-    return f"{TRAINED_ON} {counted}", limit.severity == "error"
+    return f"was trained on {counted}", limit.severity == "error"
 
 
 def earlier_models(params: Params) -> dict[str, Path]:

@@ -220,10 +220,8 @@ class Run:
         )
         round_begin = (self.epoch - 1) // self.epochs_a_round * self.epochs_a_round
         refresh = _refresh_report(self.folder, round_begin)
-        work = sum(
-            line.get("refresh", {}).get("work_seconds", 0.0)
-            for line in [*before, {"refresh": refresh}]
-        )
+        refreshes = [*(line.get("refresh", {}) for line in before), refresh]
+        work = sum(report.get("work_seconds", 0.0) for report in refreshes)
         report = replace(
             self._trained,
             epoch=self.epoch,
