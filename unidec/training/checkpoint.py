@@ -340,8 +340,8 @@ def _load(path: Path, state: dict[str, Any], row_ranges: RowRanges) -> Checkpoin
         for rows_file in sorted(path.glob("rows-*.safetensors")):
             file = stack.enter_context(open_tensors(rows_file))
             ranges = json.loads(file.metadata["ranges"])
-            for table, rows_held in ranges.items():
-                held.setdefault(table, []).append(_Held(*rows_held, file))
+            for table, (first, num, total) in ranges.items():
+                held.setdefault(table, []).append(_Held(first, num, total, file))
         rows = {}
         for table, parts in held.items():
             parts.sort(key=itemgetter(0, 1))
