@@ -243,9 +243,9 @@ def training_neighbours(
     build = None
     amp = autocast_type(precision, model.device)
     if tokens is None:
-        of_queries: Tokens = paths.open_tokens("queries")
-        caches = {"queries": of_queries}
+        caches = {"queries": paths.open_tokens("queries")}
         build = cached_inputs(model.encoder, caches, paths.CACHE, model.device, amp)
+        of_queries: Tokens = caches["queries"]
     else:
         of_queries, _ = tokens
         rows = np.arange(len(rows))

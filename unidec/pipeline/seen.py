@@ -122,8 +122,9 @@ def unseen_queries(folders: Mapping[str, Path], dataset: XMCDataset, limits: Val
             words.append("it may have seen more: its training started from a model without record")
     judged = rows[~is_seen]
     num_left = len(judged)
-    fewest: int | None = min(FEWEST, math.ceil(total / 2))
-    is_enough = num_left >= fewest
+    least = min(FEWEST, math.ceil(total / 2))
+    fewest: int | None = least
+    is_enough = num_left >= least
     limit = limits.limit("test_texts_in_train")
     if is_enough:
         words.append(f"both are judged on the {num_left:,} that neither has seen")
