@@ -37,7 +37,7 @@ def test_numbers_are_those_that_were_added(folder: Path, dtype: type, monkeypatc
     one_by_one = Numbers(dtype, folder)
     for piece in pieces:
         by_array.add(piece)
-        one_by_one.add(piece.tolist())
+        one_by_one.extend(piece.tolist())
     expected = np.concatenate(pieces).astype(dtype)
     for numbers in (by_array.array(), one_by_one.array()):
         assert numbers.dtype == dtype

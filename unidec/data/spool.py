@@ -47,6 +47,7 @@ class Numbers:
     def __init__(self, dtype: npt.DTypeLike, folder: Path | None = None) -> None:
         self._dtype = np.dtype(dtype)
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        self._few: list[Any] = []  # numbers that are not written yet
 
     def __del__(self) -> None:
         self._file.close()  # an existing memory map stays valid
@@ -55,8 +56,16 @@ class Numbers:
         """Append an array or a list, which is cast to the dtype."""
         self._file.write(np.ascontiguousarray(values, self._dtype).data)
 
+    def extend(self, values: Iterable[Any]) -> None:
+        """Append a few Python numbers or tuples; not together with `add`."""
+        self._few.extend(values)
+        if len(self._few) > BLOCK_ROWS:
+            self.add(self._few)
+            self._few.clear()
+
     def array(self) -> np.ndarray:
         """All numbers, read-only; nothing may be added after this call."""
+        self.add(self._few)
         return np.frombuffer(_mapped(self._file), self._dtype)
 
 

@@ -43,15 +43,15 @@ def ending(path: Path) -> str:
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
-def text_blocks(rows: Iterable[Sequence[str]], schema: pa.Schema) -> Iterator[pa.Table]:
-    """Tables of at most `BLOCK_ROWS` rows, given as texts; a block ends after `BLOCK_CHARS`
-    characters.
+def text_blocks(rows: Iterable[Sequence[Any]], schema: pa.Schema) -> Iterator[pa.Table]:
+    """Tables of at most `BLOCK_ROWS` rows, given as a number or uid and texts; a block ends after
+    `BLOCK_CHARS` characters of texts.
     """
-    block: list[Sequence[str]] = []
+    block: list[Sequence[Any]] = []
     num_chars = 0
     for row in rows:
         block.append(row)
-        num_chars += sum(map(len, row))
+        num_chars += sum(map(len, row[1:]))
         if num_chars > BLOCK_CHARS or len(block) == BLOCK_ROWS:
             yield _table(block, schema)
             block = []
@@ -60,7 +60,7 @@ def text_blocks(rows: Iterable[Sequence[str]], schema: pa.Schema) -> Iterator[pa
         yield _table(block, schema)
 
 
-def _table(rows: Sequence[Sequence[str]], schema: pa.Schema) -> pa.Table:
+def _table(rows: Sequence[Sequence[Any]], schema: pa.Schema) -> pa.Table:
     return pa.table(list(map(pa.array, zip(*rows, strict=True))), schema=schema)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import zipfile
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,6 @@ _NO_MATRIX = (
 )  # of the readers of npz files
 Places = Callable[[np.ndarray], list[str]]
 """Maps rows (from 0) to their places, as `file:line`; called only for samples."""
-PAIR = np.dtype([("query", np.int32), ("label", np.int64), ("value", np.float64)])
 
 
 def places_in(name: str, line_of: Callable[[np.ndarray], np.ndarray] | None = None) -> Places:
@@ -285,17 +285,23 @@ def read_sparse_text(source: Source, path: Path, shape: tuple[int, int]) -> Pair
     lines = read_lines(path, source.bounds)
     _, header = next(lines, (1, b""))
     _check_header(f"{path}:1", header.decode("utf-8", "replace").split(), shape)
-    pairs = source.numbers(PAIR)
+    queries = source.numbers(np.int32)
+    labels = source.numbers(np.int64)
+    values = source.numbers(np.float64)
     number = 1
     for number, line in lines:
-        found = []
+        found = array("q")
         for token in line.split():
             try:
-                label, relevance = token.split(b":")
-                found.append((number - 2, np.int64(int(label)), float(relevance)))
+                label, text = token.split(b":")
+                relevance = float(text)
+                found.append(int(label))
             except (ValueError, OverflowError):
                 report("not `label:relevance`", number, _shown(token))
-        pairs.add(found)
+                continue
+            values.extend((relevance,))
+        queries.extend([number - 2] * len(found))
+        labels.extend(found)
     if number - 1 != shape[0]:
         raise DataError(
             "row counts differ",
@@ -303,13 +309,13 @@ def read_sparse_text(source: Source, path: Path, shape: tuple[int, int]) -> Pair
             got=f"{number - 1:,} rows",
             expected=shape[0],
         )
-    pair_P = pairs.array()
+    query_P = queries.array()
     return Pairs(
         source=source,
-        at=places_in(source.name(path), lambda rows: pair_P["query"][rows] + 2),
-        query_P=pair_P["query"],
-        label_P=pair_P["label"],
-        value_P=pair_P["value"],
+        at=places_in(source.name(path), lambda rows: query_P[rows] + 2),
+        query_P=query_P,
+        label_P=labels.array(),
+        value_P=values.array(),
     )
 
 
@@ -338,7 +344,7 @@ def read_filter_text(source: Source, path: Path) -> Pairs:
     for number, line in read_lines(path, source.bounds):
         try:
             query, label = map(int, line.split())
-            numbers.add((query, label, number))
+            numbers.extend((query, label, number))
         except (ValueError, OverflowError):
             if line.strip():
                 report("not `query_row label_row`", number, _shown(line))

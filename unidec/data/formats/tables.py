@@ -221,24 +221,23 @@ def table_of(
     """A table of these rows, each given with its line number; `columns` holds `needed` and
     `optional` of `read_table`.
     """
-    needed, optional = columns
-    wanted = [*needed, *optional]
+    needed, optional = columns[0], set(columns[1])
+    wanted = [*needed, *columns[1]]
     cells = _Cells(source, name, needed)
-    lines = source.numbers(np.int64)
     present = set(needed)
 
-    def texts() -> Iterator[list[str]]:
+    def numbered_texts() -> Iterator[tuple[Any, ...]]:
         for line, row in rows:
             look(row, line)
-            present.update(column for column in optional if column in row)
-            lines.add([line])
-            yield [cells.text(row, column, line) for column in wanted]
+            present.update(row.keys() & optional)
+            yield line, *[cells.text(row, column, line) for column in wanted]
             del row  # free it before the next row, which may be large, is read
 
-    schema = pa.schema([(column, pa.large_string()) for column in wanted])
-    table = table_on_disk(text_blocks(texts(), schema), schema, source.scratch)
+    texts = [(column, pa.large_string()) for column in wanted]
+    schema = pa.schema([("", pa.int64()), *texts])  # the first column is the line
+    table = table_on_disk(text_blocks(numbered_texts(), schema), schema, source.scratch)
     columns_present = {column: table[column] for column in wanted if column in present}
-    at = places_in(name, lines.array().__getitem__)
+    at = places_in(name, lambda chosen: table[0].take(pa.array(chosen)).to_numpy())
     return Table(at, columns_present, table.num_rows)
 
 

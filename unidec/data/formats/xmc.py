@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, Field, ValidationError
 from scipy.sparse import csr_matrix
 
 from unidec.data.formats.files import (
-    PAIR,
     Layout,
     Pairs,
     Places,
@@ -33,6 +33,7 @@ from unidec.data.raw import TEXT_SCHEMA, RawData, text_table
 from unidec.errors import DataError
 
 SHORT = {"train": "trn", "test": "tst"}
+PAIR = np.dtype([("query", np.int32), ("label", np.int64), ("value", np.float64)])
 Queries = tuple[pa.Table, Places, Pairs]
 """Texts of a split, their places, and their pairs."""
 
@@ -114,7 +115,7 @@ def _read_objects(source: Source, path: Path, what: str, first: int) -> Queries:
         row = next(rows)
         if what == "query" and item:  # the error of an empty row is already recorded
             try:
-                targets.add([(row, label, value) for label, value in _targets(item)])
+                targets.extend((row, label, value) for label, value in _targets(item))
             except ValueError as error:
                 report(str(error), line, "")
         if item.get("uid") in (None, ""):
