@@ -21,7 +21,7 @@ from unidec.evaluation.metrics import Scope, evaluate
 from unidec.evaluation.page import render
 from unidec.evaluation.report import ReportInput
 from unidec.evaluation.report import render as render_report
-from unidec.pipeline.evaluation import split_figures
+from unidec.pipeline.evaluation import figures_table, split_figures
 from unidec.tracking import lineage, promotion, store
 
 MADE = "Made@5"
@@ -110,6 +110,7 @@ def test_a_new_metric_is_in_mlflow(made: dict[str, float]) -> None:
         f"test/head/{MADE}",
         f"de/{MADE}",
     } <= figures.keys()
+    assert MADE in figures_table(made)
     assert "metrics.`test/Made_at_5`" in store._view_state()["selectedColumns"]
     assert MADE in lineage.columns()
     tags: dict[str, str] = {}

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.real_model import real_bundle
 from helpers.tiny_architectures import ARCHITECTURES, LABEL, QUERY
 from helpers.tiny_training import tiny_params
 from typer.testing import CliRunner
@@ -24,6 +25,8 @@ from unidec.errors import ConfigError
 from unidec.pipeline import paths
 from unidec.pipeline.data_stages import checked_encoder
 from unidec.pipeline.encoders import ARCHITECTURES as KNOWN
+from unidec.pipeline.encoders import encoder_facts
+from unidec.tracking.registry import model_card
 
 OWN = {"encoder.kind": "transformer", "encoder.trainable_layers": -1, "tokens.max_length": 48}
 
@@ -110,6 +113,13 @@ def test_what_is_said_before_training(params, caplog, monkeypatch, tiny_encoder)
     assert "not among the tested" in caplog.text
     assert "torch will encode queries" in caplog.text
     assert "texts of 48 tokens, not 60" in caplog.text
+
+
+def test_what_a_card_says(tiny_encoder, tmp_path) -> None:
+    bundle = real_bundle(tmp_path, tiny_encoder("qwen3"), kind="both", max_length=48)
+    facts = encoder_facts(bundle.path)
+    assert facts == {"pooling": "last", "query prompt": QUERY, "label prompt": LABEL}
+    assert QUERY in model_card(facts, bundle.sha256)
 
 
 def test_the_command_lists_and_measures(params, tmp_path, monkeypatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unidec.config import Params, Warm, flatten
 from unidec.evaluation.metrics import evaluate
-from unidec.pipeline.evaluation import split_figures
+from unidec.pipeline.evaluation import figures_table, split_figures
 from unidec.pipeline.training import step_figures
 from unidec.pipeline.training_record import model_params
 
@@ -85,3 +85,10 @@ def test_few_figures_of_the_test_split():
 def test_a_group_without_labels_and_a_head_that_is_not_there_are_left_out():
     figures = split_figures({"test": {"P@1": 1.0, "num_queries": 3.0}, "index": {}})
     assert figures == {"test/P@1": 1.0}
+
+
+def test_a_description_begins_with_what_people_compare():
+    lines = figures_table(
+        {"P@1": 50.83, "P@5": 1.0, "PSP@5": 32.8, "training/minutes": 7.44}
+    ).splitlines()
+    assert lines == ["| P@1 | PSP@5 | minutes |", "| --- | --- | --- |", "| 50.8 | 32.8 | 7.4 |"]

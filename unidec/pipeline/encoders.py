@@ -108,6 +108,15 @@ def what_folder_says(params: Params) -> str:
     return ", ".join(f"{key} {value!r}" for key, value in _facts(found).items() if value)
 
 
+def encoder_facts(bundle: Path) -> dict[str, str]:
+    """How a bundle's transformer reads texts, for the model card; {} without a transformer."""
+    encoder = read_json(bundle / "model" / CONFIG).get("encoder", {})
+    if encoder.get("kind") not in ("transformer", "both"):
+        return {}
+    keys = ("pooling", "width", "query_prompt", "label_prompt")
+    return {key.replace("_", " "): encoder[key] for key in keys if encoder.get(key)}
+
+
 def about_encoder(params: Params, name: str) -> AboutEncoder:
     """Read an encoder's folder, and measure it on this machine as section `encoder` uses it.
 

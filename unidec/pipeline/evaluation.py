@@ -32,10 +32,12 @@ from unidec.pipeline import paths
 from unidec.pipeline.ranking import QUERIES_AT_ONCE, K, Ranking
 from unidec.pipeline.runs import tracker_of_model
 from unidec.pipeline.seen import leak_in_words, of_model
+from unidec.pipeline.start import read_start
 from unidec.progress import progress
 from unidec.ranking.fusion import CANDIDATES
 from unidec.ranking.heads import Ranked
 from unidec.ranking.ranker import SINGLE_HEADS
+from unidec.text_page import markdown_table
 from unidec.tracking.provenance import COMMIT_TAG, code_tags, dvc_hash
 from unidec.tracking.run import Tracker
 from unidec.training.precision import choose_device
@@ -124,7 +126,9 @@ def evaluate(params: Params) -> Evaluation:
     minutes = {}
     if timed := validation_records(rounds):
         minutes["training/minutes"] = timed[-1]["minutes"]
+    about = _description(params, measured, minutes, report.verdict)
     tracker.log_final(split_figures(result) | minutes)
+    tracker.set_tags({"mlflow.note.content": about})
     tracker.log_files([paths.REPORT, paths.METRICS])
     tracker.log_files([paths.PLOTS], "plots")
     tracker.log_files([paths.VALIDATION, paths.CHANGE], "data")  # pages, results, Data Docs
@@ -183,6 +187,27 @@ def _warnings(metrics: dict[str, float], dataset: XMCDataset, text: Text) -> lis
             "reward memorising them. Train from scratch: retrain.start: cold."
         )
     return warnings
+
+
+def _description(
+    params: Params, measured: Measured, minutes: Mapping[str, float], verdict: str
+) -> str:
+    """Markdown that MLflow shows on the run's page."""
+    start = read_start()
+    origin = f"version {start.version} of {start.model}" if start else "from nothing"
+    dataset = measured.ranking.dataset
+    recipe = params.recipe or "-"
+    facts = f"{dataset.name}, {dataset.num_labels:,} labels; recipe {recipe}; start: {origin}."
+    table = figures_table(measured.result["test"] | minutes)
+    return f"{table}\n\n{verdict}\n\n{facts} `report.html`: by frequency, curves, examples."
+
+
+def figures_table(figures: Mapping[str, float]) -> str:
+    """The most important figures as a Markdown table, for the run's description."""
+    names = [name for name in (*shown("drawn"), "training/minutes") if name in figures]
+    heads = [name.removeprefix("training/") for name in names]
+    cells = [f"{figures[name]:.1f}" for name in names]
+    return markdown_table(heads, [cells])
 
 
 def _report(

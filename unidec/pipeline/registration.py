@@ -17,6 +17,7 @@ from unidec.data.storage import folder_sha256, read_json
 from unidec.errors import ConfigError
 from unidec.metric_names import headline
 from unidec.pipeline import paths
+from unidec.pipeline.encoders import encoder_facts
 from unidec.pipeline.runs import tracker_of_model
 from unidec.pipeline.start import start_tags
 from unidec.tracking import provenance
@@ -75,6 +76,7 @@ def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> Re
     tags |= {f"dataset.{key}": str(info.dataset.get(key, "")) for key in ("name", "sha256")}
     uri = tracking_uri()
     facts: dict[str, Any] = {"data set": info.dataset.get("name"), "labels": info.num_labels}
+    facts |= encoder_facts(path)
     name = params.tracking.model_name
     client = open_client(uri)
     check_artifacts(client.get_experiment_by_name(params.tracking.experiment), uri)
