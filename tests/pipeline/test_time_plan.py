@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from unidec.config import Params
 from unidec.pipeline.data_sizes import Sizes
+from unidec.pipeline.memory_plan import plan_command
 from unidec.pipeline.time_plan import MEASURED, STAGES, plan_time, seconds_a_row
 
+KEYS = ("hours", "machine_hours")
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
@@ -72,3 +75,18 @@ def test_machines_divide_what_torchrun_and_shards_divide():
         assert time.machines == (
             1 if time.name in {"ingest", "validate", "tokens", "index"} else 64
         )
+
+
+def test_the_command_prints_each_stage_and_their_sum():
+    sizes = {"labels": 10**8, "queries": 10**9, "tokens": 8}
+    params = Params.model_validate({"encoder": {"kind": "bag"}, "model": {"dim": 64}})
+    plan = plan_command(params, **sizes, machines=64)
+    lines = plan.lines()
+    begin = lines.index("stage                   machines       hours   machine hours")
+    printed = {line[:22].strip(): line[22:].split() for line in lines[begin + 1 :]}
+    assert printed.pop("all") == [f"{sum(getattr(t, k) for t in plan.times):.1f}" for k in KEYS]
+    assert printed == {
+        t.name: [str(t.machines), f"{t.hours:.1f}", f"{t.machine_hours:.1f}"] for t in plan.times
+    }
+    assert plan.as_dict()["times"][0].keys() == {"name", "machines", *KEYS}
+    assert plan_command(params, **sizes).times == ()

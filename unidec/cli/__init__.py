@@ -202,6 +202,7 @@ def tune(
     "--set run.table_place=host --json",
     "--set recipe=unidec-gpu-paper --labels 1300000 --queries 2248619 --tokens 32 "
     "--device-memory 48GiB",
+    "--labels 100000000 --queries 1000000000 --tokens 8 --machines 64",
 )
 def plan(
     params: Params,
@@ -214,13 +215,17 @@ def plan(
         str | None,
         Option(metavar="SIZE", help="compare only with a GPU of this memory size, such as 16GiB"),
     ] = None,
+    machines: Annotated[
+        int | None,
+        Option(min=1, help="estimate the time, too, on this many machines of two cores each"),
+    ] = None,
 ) -> Shown:
     """Estimate the memory of a training, and suggest settings that fit; exit code 1: it does not
     fit.
     """
     from unidec.pipeline.memory_plan import plan_command
 
-    planned = plan_command(params, labels, queries, tokens, device_memory)
+    planned = plan_command(params, labels, queries, tokens, device_memory, machines)
     return Shown(planned.as_dict(), planned.lines(), 1 if planned.short else 0)
 
 

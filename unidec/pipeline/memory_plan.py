@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -41,6 +41,7 @@ from unidec.pipeline.memory_probe import (
 )
 from unidec.pipeline.start import effective
 from unidec.pipeline.teaching import teacher_width
+from unidec.pipeline.time_plan import StageTime, plan_time
 from unidec.text_page import render_text
 from unidec.training.clustering import PART_BYTES
 from unidec.training.encoding import on_disk as vectors_on_disk
@@ -109,6 +110,7 @@ class Plan:
         device: "cuda" or "cpu". step: a description of the largest step.
         free: free bytes by place; a place of unknown size counts as large enough.
         advice: if the training does not fit, settings with which it does; None: none are known.
+        times: the time of each stage, if asked for.
     """
 
     amounts: tuple[Amount, ...]
@@ -116,6 +118,7 @@ class Plan:
     step: str
     free: Free
     advice: Settings | None = None
+    times: Sequence[StageTime] = ()
 
     def held(self, place: Place, phase: Phase) -> list[Amount]:
         """The amounts held at a place in a phase, largest first."""
@@ -187,6 +190,7 @@ class Plan:
             "free": self.free,
             "short": self.short,
             "advice": self.advice,
+            "times": [asdict(time) for time in self.times],
         }
 
     def lines(self) -> list[str]:
@@ -465,10 +469,16 @@ def check_fits(params: Params, free: Free | None = None) -> None:
 
 
 def plan_command(
-    params: Params, labels: int | None, queries: int | None, tokens: int | None, device: str | None
+    params: Params,
+    labels: int | None,
+    queries: int | None,
+    tokens: int | None,
+    device: str | None = None,
+    machines: int | None = None,
 ) -> Plan:
     """The plan of `unidec plan`: for a data set of these sizes, or (None) data/dataset; and for a
-    GPU with this memory, such as "16GiB", or (None) this machine.
+    GPU with this memory, such as "16GiB", or (None) this machine. `machines`: also the time on so
+    many machines.
     """
     sizes = Sizes.given(labels, queries, tokens) if labels and queries and tokens else None
     if sizes is None and (labels or queries or tokens):
@@ -478,7 +488,10 @@ def plan_command(
             expected="all of --labels, --queries and --tokens",
         )
     free: Free = {"device": _bytes_of(device)} if device else {}
-    return plan_memory(params if sizes else effective(params), sizes, free)
+    plan = plan_memory(params if sizes else effective(params), sizes, free)
+    if machines is None:
+        return plan
+    return replace(plan, times=plan_time(sizes or stored_sizes(params), machines))
 
 
 def _bytes_of(size: str) -> int:
