@@ -15,7 +15,8 @@ import torch
 
 from unidec import cli
 from unidec.data.storage import write_folder
-from unidec.pipeline import doctor
+from unidec.model import frozen
+from unidec.pipeline import doctor, teaching
 from unidec.pipeline.doctor import Finding
 from unidec.pipeline.lock import one_at_a_time
 from unidec.tracking.run import Tracker
@@ -143,6 +144,17 @@ def test_a_folder_without_its_manifest(content: bytes | None, folder: str) -> No
     if content is not None:
         (path / "manifest.json").write_bytes(content)
     assert "computed again" in reported(4, "manifest", "vectors-1/manifest.json").fix
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("vectors", frozen.KIND), ("teacher", teaching.KIND), ("words", teaching.WORDS_KIND)],
+)
+def test_each_kind_of_cache(name: str, kind: str) -> None:
+    path = artifact(f"data/cache/{name}-0123456789abcdef", kind)
+    assert doctor.examine() == []
+    os.truncate(path / "ids.npy", 10)
+    assert "computed again" in reported(4, "got: 10 bytes", f"{path}/ids.npy").fix
 
 
 # -- runs

@@ -22,7 +22,7 @@ from unidec.data.temporary import is_stale, remove_folder
 from unidec.data.tokens import TokenCache
 from unidec.errors import ArtifactError
 from unidec.model import frozen, unidec
-from unidec.pipeline import paths
+from unidec.pipeline import paths, teaching
 from unidec.pipeline.lock import is_held
 from unidec.pipeline.runs import run_folders
 from unidec.tracking.run import STATE, has_died, is_behind, reconcile_runs, tracking_state
@@ -32,6 +32,8 @@ Severity = Literal["warning", "broken"]
 Repair = Callable[[], str]  # applies a fix that cannot lose data, and returns what was done
 # severity, what, where, fix (as in `Finding`), and the repair
 Defect = tuple[Severity, str, object, str, Repair | None]
+# kinds of the folders in data/cache, by the beginning of their names; others are encoder caches
+_CACHES = {"teacher": teaching.KIND, "words": teaching.WORDS_KIND}
 _EXIT_CODES: dict[Severity, int] = {"warning": 1, "broken": 4}
 
 
@@ -134,9 +136,8 @@ def _artifacts(folder: Path, deep: bool) -> Iterator[Defect]:
         ),
     }
     for path in sorted((folder / paths.CACHE).glob("[!.]*-*")):
-        open_with[path.relative_to(folder)] = lambda path: read_manifest(
-            path, frozen.KIND, frozen.VERSION, True
-        )
+        kind = _CACHES.get(path.name.partition("-")[0], frozen.KIND)
+        open_with[path.relative_to(folder)] = partial(read_manifest, kind=kind)
     for path, open_artifact in open_with.items():
         try:
             if (folder / path).is_dir():
