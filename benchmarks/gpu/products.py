@@ -31,8 +31,7 @@ from unidec.cores import num_threads
 from unidec.data.dataset import XMCDataset
 from unidec.data.tokens import TokenCache
 from unidec.model.faiss_library import faiss_module
-from unidec.model.search import exact_search
-from unidec.model.search_results import recall
+from unidec.model.search import exact_search, recall
 from unidec.model.sources import resolve_encoder
 from unidec.pipeline.memory_plan import MARGIN, Sizes, plan_memory
 from unidec.ranking.index import LabelIndex

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from unidec.model.batch import Prepared
-from unidec.model.search_results import recall
+from unidec.model.search import recall
 from unidec.training.gradient_cache import encode_texts
 from unidec.training.precision import autocast_type
 from unidec.training.round_refresh import Refresh

@@ -25,6 +25,7 @@ from unidec.errors import ArtifactError, ConfigError
 from unidec.model import packed
 from unidec.model.encoder import TransformerEncoder, transformer_options
 from unidec.pipeline import data_stages, memory_probe, paths
+from unidec.pipeline.data_sizes import stored_sizes
 from unidec.pipeline.live_bytes import LiveBytes
 from unidec.pipeline.memory_plan import (
     MARGIN,
@@ -34,7 +35,6 @@ from unidec.pipeline.memory_plan import (
     check_fits,
     gib,
     plan_memory,
-    stored_sizes,
 )
 from unidec.pipeline.memory_probe import Sizes, encoder_config, measure, num_rows
 from unidec.training import trainer as trainer_module

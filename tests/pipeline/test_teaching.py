@@ -17,7 +17,16 @@ from unidec.bundle.bundle import Bundle
 from unidec.data.dataset import XMCDataset, write_dataset
 from unidec.data.storage import read_json, read_json_lines
 from unidec.errors import ArtifactError, ConfigError
-from unidec.pipeline import memory_plan, memory_probe, paths, ranking, seen, start, teaching
+from unidec.pipeline import (
+    data_sizes,
+    memory_plan,
+    memory_probe,
+    paths,
+    ranking,
+    seen,
+    start,
+    teaching,
+)
 from unidec.ranking import fusion_fit
 from unidec.ranking.word_scores import WordScorer
 from unidec.training.fit import fit
@@ -71,7 +80,7 @@ def trained(of):
 def test_the_plan_counts_it(work, gandalf):
     of = params(**TAUGHT | {"pool.gandalf": gandalf, "pool.batch_size": 16})
     without = params(**{"pool.gandalf": gandalf, "pool.batch_size": 16})
-    sizes = memory_plan.stored_sizes(of)
+    sizes = data_sizes.stored_sizes(of)
     step = memory_probe.measure(of, sizes, gpu=False, half=False)
     alone = memory_probe.measure(without, sizes, gpu=False, half=False)
     more = step.step["heads and losses"] - alone.step["heads and losses"]

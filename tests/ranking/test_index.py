@@ -13,8 +13,7 @@ from helpers.tiny_bundle import recall_with_ties
 
 from unidec.config.index_spec import IndexSpec
 from unidec.errors import ArtifactError, UnidecError
-from unidec.model.search import exact_search
-from unidec.model.search_results import recall
+from unidec.model.search import exact_search, recall
 from unidec.ranking.heads import unit_rows
 from unidec.ranking.index import LabelIndex
 

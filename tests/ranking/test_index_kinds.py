@@ -16,7 +16,7 @@ from unidec.data.storage import write_file
 from unidec.data.temporary import remove
 from unidec.errors import ArtifactError, ConfigError
 from unidec.model.faiss_library import faiss_module
-from unidec.model.search_results import recall
+from unidec.model.search import recall
 from unidec.ranking import index as index_module
 from unidec.ranking.heads import Heads, as_heads, unit_rows
 from unidec.ranking.index import FLAT_CENTROIDS, LabelIndex

@@ -11,7 +11,7 @@ from helpers.tiny_bundle import write_tiny_bundle
 from unidec import cli
 from unidec.bundle.bundle import Bundle
 from unidec.config.index_spec import KINDS, IndexSpec
-from unidec.model.search_results import recall
+from unidec.model.search import recall
 from unidec.ranking import index_tune
 from unidec.ranking.exact_index import ExactIndex
 from unidec.ranking.heads import as_heads

@@ -29,12 +29,6 @@ def blocks(count: int, size: int) -> Iterator[slice]:
         yield slice(begin, min(begin + size, count))
 
 
-def places(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Place of each member within its group, from 0, for groups of these sizes, in order."""
-    firsts = np.cumsum(sizes) - sizes
-    return np.arange(sizes.sum()) - np.repeat(firsts, sizes)
-
-
 def length_chunks(
     lengths_B: NDArray[np.int64], size: int = CHUNK_TEXTS, tokens: int = 0
 ) -> Iterator[NDArray[np.int64]]:

@@ -47,6 +47,30 @@ _ENCODE_AT_ONCE = 4096  # texts; limits the memory of Python lists
 _SAVE = "save it in its fast form: AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
 
 
+def places(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Place of each member within its group, from 0, for groups of these sizes, in order."""
+    firsts = np.cumsum(sizes) - sizes
+    return np.arange(sizes.sum()) - np.repeat(firsts, sizes)
+
+
+def word_bounds(
+    begins_F: NDArray[np.bool_], lengths_B: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Position of each word's first piece, and its number of pieces, int64 [W].
+
+    Args:
+        begins_F: pieces that begin a word, besides the first ones of texts.
+    """
+    start_W = np.flatnonzero(begins_F | (places(lengths_B) == 0))
+    return start_W, np.diff(start_W, append=len(begins_F))
+
+
+def words_of_texts(start_W: NDArray[np.int64], lengths_B: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many words begin in each text, int64 [B], given the positions of their first pieces."""
+    text_F = np.repeat(np.arange(len(lengths_B)), lengths_B)
+    return np.bincount(text_F[start_W], minlength=len(lengths_B))
+
+
 def is_blank(text: str) -> bool:
     """Whether a text has nothing to read: it is empty, or has only white space and invisible
     characters.

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unidec.data.chunks import blocks, places
+from unidec.data.chunks import blocks
+from unidec.data.tokens import places
 from unidec.methods.label_clusters import cluster_of_label
 from unidec.model.additions import Drawn, HeadLoss, Shortlist
 from unidec.model.batch import Prepared

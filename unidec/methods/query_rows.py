@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 import scipy.sparse as sp
 
-from unidec.data.chunks import places
+from unidec.data.tokens import places
 from unidec.methods.residual_rows import RelatedPairs
 from unidec.model.additions import Drawn
 

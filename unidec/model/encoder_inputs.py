@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unidec.data.chunks import GPU_CHUNK_TOKENS, LONG, length_chunks, places
-from unidec.data.tokens import Tokens
+from unidec.data.chunks import GPU_CHUNK_TOKENS, LONG, length_chunks
+from unidec.data.tokens import Tokens, places
 from unidec.model.encoder import BagEncoder, EncoderInput, TextEncoder
 from unidec.model.packed import Packed, Padded
 from unidec.model.pairs import to_device

@@ -16,7 +16,7 @@ from dataclasses import KW_ONLY, dataclass
 import numpy as np
 import scipy.sparse as sp
 
-from unidec.data.chunks import places
+from unidec.data.tokens import places
 
 _POOL = 0  # stream of random numbers; `unidec.training.sampler` has others
 

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import scipy.sparse as sp
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from unidec.errors import DataError
@@ -136,3 +137,20 @@ def _top(score_BT: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k highest entries of each row (or all), best first, and their positions."""
     score_BK, place_BK = score_BT.topk(min(k, score_BT.shape[1]), dim=1)
     return score_BK, place_BK
+
+
+def recall(found_BK: NDArray[np.int64], exact_BK: NDArray[np.int64]) -> float:
+    """Share of the exact results that another search found, over all queries, 0 to 1; 1 without any
+    results.
+
+    Both arguments are label rows, -1 for no result; K may differ between them.
+    """
+    is_result_BK = exact_BK >= 0
+    num_results = is_result_BK.sum()
+    if not num_results:
+        return 1.0
+    num_labels = max(exact_BK.max(), found_BK.max()) + 1
+    first_key_B1 = num_labels * np.arange(len(exact_BK))[:, None]
+    wanted = (exact_BK + first_key_B1)[is_result_BK]
+    is_hit_BK = np.isin(found_BK + first_key_B1, wanted) & (found_BK >= 0)
+    return float(is_hit_BK.sum() / num_results)

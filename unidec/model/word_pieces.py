@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unidec.data.chunks import places
 from unidec.data.storage import read_json
+from unidec.data.tokens import word_bounds, words_of_texts
 
 # first and last characters of scripts without blanks; the last planes hold rare Chinese characters
 _NO_BLANKS = (
@@ -71,22 +71,6 @@ def vocabulary(file: Path) -> tuple[dict[str, int], dict[str, Any]]:
     from tokenizers import Tokenizer
 
     return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True), read_json(file)
-
-
-def word_bounds(begins_F: Bools, lengths_B: Ints) -> tuple[Ints, Ints]:
-    """Position of each word's first piece, and its number of pieces, int64 [W].
-
-    Args:
-        begins_F: pieces that begin a word, besides the first ones of texts.
-    """
-    start_W = np.flatnonzero(begins_F | (places(lengths_B) == 0))
-    return start_W, np.diff(start_W, append=len(begins_F))
-
-
-def words_of_texts(start_W: Ints, lengths_B: Ints) -> Ints:
-    """How many words begin in each text, int64 [B], given the positions of their first pieces."""
-    text_F = np.repeat(np.arange(len(lengths_B)), lengths_B)
-    return np.bincount(text_F[start_W], minlength=len(lengths_B))
 
 
 def written_pieces(tokenizer_folder: Path) -> WrittenPieces | None:

@@ -24,14 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix, hstack, vstack
 
-from unidec.data.chunks import blocks, places
-from unidec.data.tokens import Tokens, load_tokenizer
+from unidec.data.chunks import blocks
+from unidec.data.tokens import Tokens, load_tokenizer, places, word_bounds, words_of_texts
 from unidec.errors import ConfigError
 from unidec.model.word_pieces import (
     spelt_words,
     vocabulary,
-    word_bounds,
-    words_of_texts,
     written_pieces,
 )
 

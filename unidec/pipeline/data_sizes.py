@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from unidec.data.tokens import TokenCache
+from unidec.config import Params
+from unidec.data.tokens import TokenCache, Tokens
+from unidec.pipeline import paths
 
 _TEXTS = 4093  # number of different texts; a prime, so that texts at regular intervals differ
 
@@ -51,6 +53,32 @@ class Sizes:
     def labels_a_query(self) -> int:
         """Mean number of labels per query, rounded up."""
         return min(math.ceil(self.num_pairs / self.num_queries), self.num_labels)
+
+
+def stored_sizes(params: Params) -> Sizes:
+    """Sizes of the ingested data set and its token caches."""
+    dataset = paths.open_dataset()
+    queries = paths.open_tokens("queries")
+    labels = paths.open_tokens("labels")
+    graph = paths.open_label_graph(params) if paths.LABEL_GRAPH.is_dir() else None
+    num_pairs = dataset.relevance.nnz
+    if graph is not None:
+        num_pairs += graph.nnz
+    return Sizes(
+        num_queries=dataset.num_queries,
+        num_train=len(dataset.rows("train")),
+        num_labels=dataset.num_labels,
+        num_pairs=int(num_pairs),
+        query_tokens=_mean_and_most(queries.for_transformer),
+        label_tokens=_mean_and_most(labels.for_transformer),
+        vocab_size=queries.vocab_size,
+    )
+
+
+def _mean_and_most(tokens: Tokens) -> tuple[float, int]:
+    """Mean and maximum number of tokens of a text."""
+    lengths = tokens.lengths()
+    return float(lengths.mean()), int(lengths.max())
 
 
 class RepeatedTexts(TokenCache):

@@ -27,7 +27,7 @@ from unidec.evaluation.plot_tables import plots_csv, validation_records
 from unidec.evaluation.report import ReportInput, render
 from unidec.evaluation.significance import Comparison
 from unidec.metric_names import BASELINES, GROUPS, headline, of_all_labels, shown
-from unidec.model.search_results import recall
+from unidec.model.search import recall
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import QUERIES_AT_ONCE, K, Ranking
 from unidec.pipeline.runs import tracker_of_model

@@ -25,16 +25,15 @@ from unidec.config import Params, with_settings
 from unidec.config.index_spec import COMPRESSED, IndexSpec
 from unidec.data.chunks import CHUNK_TEXTS, LONG
 from unidec.data.storage import folder_bytes
-from unidec.data.tokens import Tokens
 from unidec.errors import ConfigError
 from unidec.machine import available_disk, available_host
 from unidec.model.encoder import transformer_options
 from unidec.pipeline import paths
+from unidec.pipeline.data_sizes import Sizes, stored_sizes
 from unidec.pipeline.memory_probe import (
     ROWS,
     STATE,
     Measured,
-    Sizes,
     encoder_config,
     measure,
     num_rows,
@@ -415,32 +414,6 @@ def _of_all_ranks(amount: Amount, ranks: int, gpu: bool) -> Amount:
     if amount.place == "disk" or (amount.place == "device" and gpu):
         return amount
     return replace(amount, place="host", num_bytes=amount.num_bytes * ranks)
-
-
-def stored_sizes(params: Params) -> Sizes:
-    """Sizes of the ingested data set and its token caches."""
-    dataset = paths.open_dataset()
-    queries = paths.open_tokens("queries")
-    labels = paths.open_tokens("labels")
-    graph = paths.open_label_graph(params) if paths.LABEL_GRAPH.is_dir() else None
-    num_pairs = dataset.relevance.nnz
-    if graph is not None:
-        num_pairs += graph.nnz
-    return Sizes(
-        num_queries=dataset.num_queries,
-        num_train=len(dataset.rows("train")),
-        num_labels=dataset.num_labels,
-        num_pairs=int(num_pairs),
-        query_tokens=_mean_and_most(queries.for_transformer),
-        label_tokens=_mean_and_most(labels.for_transformer),
-        vocab_size=queries.vocab_size,
-    )
-
-
-def _mean_and_most(tokens: Tokens) -> tuple[float, int]:
-    """Mean and maximum number of tokens of a text."""
-    lengths = tokens.lengths()
-    return float(lengths.mean()), int(lengths.max())
 
 
 def check_fits(params: Params, free: Free | None = None) -> None:

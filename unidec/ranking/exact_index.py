@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from scipy.sparse import csr_matrix
 
-from unidec.model.search_results import best_first
 from unidec.ranking.heads import Heads
-from unidec.ranking.sparse import Floats, Rows
+from unidec.ranking.sparse import Floats, Rows, best_first
 
 
 class ExactIndex:

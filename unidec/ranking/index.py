@@ -28,11 +28,10 @@ from unidec.cores import in_order, num_threads, thread_pool
 from unidec.data.storage import load_array, write_file
 from unidec.data.temporary import remove
 from unidec.model.faiss_library import faiss_module
-from unidec.model.search_results import best_first
 from unidec.progress import progress
 from unidec.ranking.faiss_file import read_index_file
 from unidec.ranking.heads import Heads, as_heads
-from unidec.ranking.sparse import Floats, Rows
+from unidec.ranking.sparse import Floats, Rows, best_first
 
 LEAST_CANDIDATES = 64
 """Minimum number of candidates that are scored exactly, even for one result: this is cheap, and a
@@ -53,9 +52,9 @@ _FIRST_MORE = 32  # additional labels searched at first if labels are excluded
 
 
 @contextlib.contextmanager
-def faiss_threads(threads: int) -> Iterator[None]:
+def faiss_threads(threads: int, faiss: Any = None) -> Iterator[None]:
     """Sets the number of threads for faiss calls from this thread; 0 keeps faiss's default."""
-    faiss = faiss_module()
+    faiss = faiss or faiss_module()
     before = faiss.omp_get_max_threads()
     if threads:
         faiss.omp_set_num_threads(num_threads(threads))
@@ -117,6 +116,7 @@ class LabelIndex:
             )
         self.spec = spec
         self.threads = 0
+        self._faiss = faiss_module()
         self.vectors = vectors if is_compressed else None
         self.stored = index
         self._data = data
@@ -273,7 +273,7 @@ class LabelIndex:
         if num == self.num_labels and self.vectors is not None:  # every label is a candidate
             every = np.broadcast_to(np.arange(num), (len(queries_BD), num))
             return np.zeros(every.shape, dtype=np.float32), every
-        with faiss_threads(self.threads):
+        with faiss_threads(self.threads, self._faiss):
             padded = _padded(queries_BD, self._index.d)
             return self._index.search(padded, num, params=self._search_params(num))
 
@@ -314,7 +314,7 @@ class LabelIndex:
         """faiss search parameters; passed with each search, because threads share the settings of
         the index.
         """
-        faiss = faiss_module()
+        faiss = self._faiss
         if self.spec.kind == "hnsw":
             return faiss.SearchParametersHNSW(efSearch=max(self.spec.search, num))
         if self.spec.kind != "ivf-pq":

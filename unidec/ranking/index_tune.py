@@ -15,7 +15,7 @@ import numpy as np
 
 from unidec.config.index_spec import KINDS, IndexSpec, Kind
 from unidec.model.faiss_library import faiss_module
-from unidec.model.search_results import recall
+from unidec.model.search import recall
 from unidec.progress import progress
 from unidec.ranking.exact_index import ExactIndex
 from unidec.ranking.heads import Heads

@@ -46,6 +46,13 @@ compiled_reordered = partial(compiled, fastmath={"reassoc", "contract", "nsz"})
 compiled_inline = partial(compiled, inline="always")
 
 
+def best_first(score_BC: Floats, row_BC: Rows, k: int) -> tuple[Floats, Rows]:
+    """The k candidates of each query with the highest scores; ties are ordered by row."""
+    order_BK = np.lexsort((row_BC, -score_BC), axis=1)[:, :k]
+    best_BK = np.take_along_axis(score_BC, order_BK, axis=1)
+    return best_BK, np.take_along_axis(row_BC, order_BK, axis=1)
+
+
 class Csr(NamedTuple):
     """A CSR matrix for compiled code.
 

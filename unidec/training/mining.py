@@ -26,8 +26,7 @@ from unidec.config import Mining
 from unidec.data.chunks import blocks
 from unidec.model.faiss_library import faiss_module
 from unidec.model.pool import row_entries
-from unidec.model.search import exact_search, labels_that_fit, query_block
-from unidec.model.search_results import best_first, recall
+from unidec.model.search import exact_search, labels_that_fit, query_block, recall
 from unidec.progress import progress
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.fit import Figures
@@ -118,8 +117,12 @@ def mine_hard_negatives(
     desc = f"mine hard negatives ({'faiss' if approximate else 'exact'})"
     with progress(total=len(own_n), desc=desc, unit="query") as bar:
         for some in blocks(len(own_n), _BLOCKS * block):
-            found = search(own_nD[some], k=num_negatives + _SPARE, exclude=excluded[own_n[some]])
-            score_BH, label_BH = best_first(*found, num_negatives)
+            score_BK, label_BK = search(
+                own_nD[some], k=num_negatives + _SPARE, exclude=excluded[own_n[some]]
+            )
+            best_BH = np.lexsort((label_BK, -score_BK), axis=1)[:, :num_negatives]
+            score_BH = np.take_along_axis(score_BK, best_BH, axis=1)
+            label_BH = np.take_along_axis(label_BK, best_BH, axis=1)
             mined_nH[some] = label_BH
             scores = score_BH[label_BH >= 0]
             own_sums += scores.sum(dtype=np.float64), len(scores)
