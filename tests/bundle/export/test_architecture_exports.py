@@ -49,7 +49,8 @@ def test_onnxruntime_serves_it(make, name, kind) -> None:
     np.testing.assert_allclose(exact.de_BD, de, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(exact.clf_BD, clf, rtol=1e-4, atol=1e-4)
     rounded = open_encoder(bundle, "auto")
-    assert rounded.name == ("torch" if name == "deberta-v2" else "onnx-int8")
+    # on some processors onnxruntime cannot open DeBERTa's graph in 8 bits
+    assert rounded.name == "onnx-int8" or (name == "deberta-v2" and rounded.name == "torch")
     # large random weights round badly: trained ones are measured in benchmarks/results/serving.md
     assert np.median(angles(rounded.encode(TEXTS).de_BD, de)) > 0.85
     assert np.abs(de[0] - de[1]).max() > 0.01
