@@ -459,7 +459,7 @@ def test_an_approximate_search_of_hard_negatives_has_an_index(data, tiny_params)
     dim = tiny_params().model.dim
     assert indexed(100_001) == 100_001 * (4 * dim + dim // 2 + 8)
     assert indexed(400, **{"pool.mining": "faiss"}) == 400 * (4 * dim + dim // 2 + 8)
-    assert not indexed(100_000)
+    assert not indexed(50_000)
     assert not indexed(100_001, **{"pool.mining": "exact"})
     assert not indexed(100_001, **{"pool.eta": 0})
 

@@ -227,7 +227,7 @@ class Pool(Section):
     nearest labels
     """
     mining: Mining = "auto"
-    """search for hard negatives; faiss: approximate, on the CPU; auto: faiss above 100,000 labels,
+    """search for hard negatives; faiss: approximate, on the CPU; auto: faiss above 50,000 labels,
     unless a GPU holds them
     """
     size: CountOrZero = 3000

@@ -31,8 +31,8 @@ from unidec.progress import progress
 from unidec.training.distributed import ALONE, Ranks
 from unidec.training.fit import Figures
 
-# maximum labels that "auto" searches exactly on a CPU: some minutes for as many queries
-MOST_EXACT = 100_000
+# maximum labels that "auto" searches exactly on a CPU: a minute for as many queries
+MOST_EXACT = 50_000
 BLOCK = 512  # queries compared with all labels at a time
 _BLOCKS = 8  # blocks between two updates of the progress bar
 # labels searched in addition to H, so that among equal scores the lowest label ids are taken
