@@ -146,7 +146,7 @@ def test_auto_is_exact_up_to_a_number_of_labels(most_exact, rng, monkeypatch, ca
 def test_auto_is_exact_where_a_gpu_holds_the_labels():
     assert mining.uses_faiss("auto", 10**6, fits_gpu=False)
     assert not mining.uses_faiss("auto", 10**6, fits_gpu=True)
-    assert not mining.uses_faiss("auto", 10**5, fits_gpu=False)
+    assert not mining.uses_faiss("auto", 50_000, fits_gpu=False)
     assert mining.uses_faiss("faiss", 10, fits_gpu=True)
     assert not mining.uses_faiss("exact", 10**9, fits_gpu=False)
 
