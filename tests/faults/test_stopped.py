@@ -260,7 +260,9 @@ def slowly(self, checkpoint):
     time.sleep(120)
     return save(self, checkpoint)
 CheckpointWriter.save = slowly
-sys.argv = ["unidec", "train", "--set", "run.checkpoint_steps=0"]
+# one long round: the only save is the one that the first signal asks for
+one_save = ("run.checkpoint_steps=0", "optim.epochs=2000", "pool.refresh=2000")
+sys.argv = ["unidec", "train", *(word for key in one_save for word in ("--set", key))]
 from unidec.cli import main
 main()
 """
