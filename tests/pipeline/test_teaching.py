@@ -252,7 +252,9 @@ def test_probabilities_by_words_are_those_of_the_word_network(work, few_queries_
         np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
-def test_what_words_say_is_read_once_for_a_seed(work, few_queries_are_enough, monkeypatch):
+def test_the_word_network_runs_once_for_a_seed_and_the_code_that_ranks(
+    work, few_queries_are_enough, monkeypatch
+):
     teaching.open_teacher(params(**BY_WORDS))
     (cache,) = paths.CACHE.glob("words-*")
     with monkeypatch.context() as patch:
@@ -260,6 +262,10 @@ def test_what_words_say_is_read_once_for_a_seed(work, few_queries_are_enough, mo
         teaching.open_teacher(params(**BY_WORDS))
     teaching.open_teacher(params(**BY_WORDS | {"seed": 4}))
     assert len(list(paths.CACHE.glob("words-*"))) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(teaching, "code_sha256", lambda *_: "0" * 64)
+        teaching.open_teacher(params(**BY_WORDS))
+    assert len(list(paths.CACHE.glob("words-*"))) == 3
     (cache / "data.npy").write_bytes(b"damaged")
     with pytest.raises(ArtifactError, match=r"data\.npy"):
         teaching.open_teacher(params(**BY_WORDS))

@@ -2,6 +2,7 @@
 
 import pytest
 
+from unidec.code import code_sha256
 from unidec.config import keys_deciding, what_decides
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.errors import ConfigError
@@ -38,6 +39,12 @@ def test_every_parameter_has_a_place(identify):
         and len(identity["code"]) == 64
     )
     assert all(isinstance(value, str) for value in identity.values())
+
+
+def test_the_code_that_ranks_decides_with_a_teacher_of_words_alone(identify):
+    taught = identify(**{"teacher.words": True})
+    assert taught["code"] == code_sha256("training", "index")
+    assert identify()["code"] == code_sha256("training")
 
 
 def test_the_label_graph_decides_with_gandalf_alone(identify):

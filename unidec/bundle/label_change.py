@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,12 +98,19 @@ class LabelChange:
             DataError: there are no labels, a uid occurs twice, or the lists differ in length.
         """
         titles = texts if titles is None else titles
-        counts = (len(set(uids)), len(uids), len(texts), len(titles))
+        counts = (len(uids), len(texts), len(titles))
         if 0 in counts or len(set(counts)) > 1:
             raise DataError(
-                "not a set of labels: parts are missing, or a uid occurs twice",
-                got="{} different uids of {}, {} texts, {} titles".format(*counts),
-                expected="a uid of its own, a text and a title of each label; at least one label",
+                "parts of the labels are missing",
+                got="{} uids, {} texts, {} titles".format(*counts),
+                expected="a uid, a text and a title of each label; at least one label",
+            )
+        repeated = [uid for uid, times in Counter(uids).items() if times > 1]
+        if repeated:
+            raise DataError(
+                "uids that occur more than once",
+                got=listing(repeated),
+                fix="give each label a uid of its own",
             )
         before = _titles(bundle)
         shown = dict(zip(uids, titles, strict=True))

@@ -16,6 +16,7 @@ import scipy.sparse as sp
 
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import read_heads, read_info
+from unidec.code import code_sha256
 from unidec.config import Params, Teacher
 from unidec.data.array_file import load_csr, write_csr
 from unidec.data.dataset import Text, XMCDataset
@@ -118,7 +119,7 @@ def _word_targets(params: Params) -> WordTargets:
     """
     dataset = paths.open_dataset(verify=False)
     tokens = [paths.open_tokens("queries", False), paths.open_tokens("labels", False)]
-    decide = {"data": dataset.sha256, "seed": str(params.seed)}
+    decide = {"data": dataset.sha256, "seed": str(params.seed), "code": code_sha256("index")}
     decide |= {str(cache.path): folder_sha256(cache.path) for cache in tokens}
 
     def write(out: Path) -> None:
