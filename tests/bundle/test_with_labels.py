@@ -327,6 +327,34 @@ def test_example_queries_bring_a_new_label_forward(
         assert voters(after) == voters(before) | {"example 1": {"x"}}
 
 
+def test_examples_of_a_whole_label_set_are_for_estimated_rows(
+    bundle: Callable[..., Bundle], tmp_path: Path
+) -> None:
+    """A label that was added before is estimated again; the given training queries vote once."""
+    before = bundle(votes=True)
+    added = LabelChange.edit(before, [LabelText("x", "planet")])
+    by_text = Bundle.load(with_labels(before, tmp_path / "by-text", added))
+    labels = labels_of(by_text) | {"y": "engine"}
+    examples = [LabelText("x", "bread river garden"), LabelText("y", "hill road")]
+    change = LabelChange.of(
+        by_text, list(labels), list(labels.values()), list(labels.values()), examples
+    )
+    edited = LabelChange.edit(
+        before, [LabelText("x", "planet"), LabelText("y", "engine")], examples=examples
+    )
+    at_once = Bundle.load(with_labels(before, tmp_path / "at-once", edited))
+    neighbours = at_once.neighbours
+    after = Bundle.load(
+        with_labels(by_text, tmp_path / "later", change, neighbours=at_once.neighbours)
+    )
+    assert after.info.estimated == at_once.info.estimated
+    for name, vectors in after.vectors.items():
+        np.testing.assert_array_equal(vectors, at_once.vectors[name])
+    assert neighbours is not None and after.neighbours is not None
+    assert (after.neighbours.labels_ML != neighbours.labels_ML).nnz == 0
+    assert after.neighbours.titles.to_pylist() == neighbours.titles.to_pylist()
+
+
 def test_queries_whose_labels_all_leave_do_not_vote(
     bundle: Callable[..., Bundle], tmp_path: Path
 ) -> None:

@@ -9,7 +9,6 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from helpers.raw_files import write_raw
@@ -18,12 +17,14 @@ from mlflow import MlflowClient
 from unidec import pipeline
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import read_info
+from unidec.bundle.label_change import LabelChange, with_labels
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.formats import read_raw
 from unidec.data.raw import RawData
 from unidec.data.storage import folder_sha256
 from unidec.errors import ConfigError
+from unidec.evaluation.metrics import truth_of
 from unidec.pipeline import paths
 from unidec.pipeline.label_stages import ChangedLabels
 from unidec.tracking.lineage import lineage
@@ -188,14 +189,27 @@ def test_without_votes_another_data_set_with_the_same_labels_is_no_change(
     assert pipeline.refresh_labels(params, 2).reason == "version 2 already has these labels"
 
 
-def test_new_labels_rank_by_their_text(params: Params) -> None:
+def test_new_labels_rank_by_their_text_and_training_queries(params: Params, tmp_path: Path) -> None:
+    """More relevant pairs of unseen queries are found than by the labels' texts alone."""
+    before = Bundle.load(paths.BUNDLE)
+    dataset = XMCDataset.open(paths.DATASET)
+    uids = dataset.label_uids()
+    new = [row for row, uid in enumerate(uids) if uid not in before.row_of]
+    change = LabelChange.of(before, uids, dataset.label_texts())
     after = Bundle.load(paths.REFRESHED)
-    old = set(Bundle.load(paths.BUNDLE).uids.to_pylist())
-    rows = [row for row, uid in enumerate(after.uids.to_pylist()) if uid not in old]
-    titles = [after.titles[row].as_py() for row in rows]
-    found = after.predict_arrays(titles, 10)
-    hits = [row in ranked for row, ranked in zip(rows, found.rows.tolist(), strict=True)]
-    assert np.mean(hits) > 0.6  # a query that says what the label says; chance is 0.2 %
+    by_text = Bundle.load(
+        with_labels(before, tmp_path / "by-text", change, neighbours=after.neighbours)
+    )
+    rows = dataset.rows("test")
+    relevant = truth_of(dataset, rows)[:, new].toarray()
+    texts = dataset.query_texts(rows)
+
+    def num_found(bundle: Bundle) -> int:
+        found = bundle.predict_arrays(texts, 20).rows
+        pairs = zip(*relevant.nonzero(), strict=True)
+        return sum(new[place] in found[query] for query, place in pairs)
+
+    assert num_found(after) > num_found(by_text)
 
 
 def test_a_bundle_of_somewhere_else_is_not_registered_with_figures_of_this_project(

@@ -38,6 +38,7 @@ from unidec.bundle.bundle_folder import (
     Scoring,
     write_bundle,
 )
+from unidec.bundle.bundle_info import BundleInfo
 from unidec.bundle.example_queries import with_example_voters, with_examples
 from unidec.bundle.label_file import LabelText, listing
 from unidec.data.lookalike import Known, difference, visible
@@ -88,11 +89,17 @@ class LabelChange:
         uids: Sequence[str],
         texts: Sequence[str],
         titles: Sequence[str] | None = None,
+        examples: Sequence[LabelText] = (),
     ) -> LabelChange:
         """Compare a bundle's label set with a complete new one, in the new order.
 
         A bundle stores only the titles of its labels, so for a model of long texts all texts are
         encoded again.
+
+        Args:
+            examples: queries for which a label of the new set is correct: the label's uid and the
+                query's text. Only for new labels and labels whose classifier row is an estimate,
+                which is estimated again.
 
         Raises:
             DataError: there are no labels, a uid occurs twice, or the lists differ in length.
@@ -117,9 +124,9 @@ class LabelChange:
         renamed = {uid for uid in before.keys() & shown if before[uid] != shown[uid]}
         encoded = dict(zip(uids, texts, strict=True))
         if bundle.info.text == "title":
-            for uid in before.keys() - renamed:
+            for uid in before.keys() - renamed - {query.uid for query in examples}:
                 encoded.pop(uid, None)
-        return cls._between(bundle, shown, encoded, renamed)
+        return cls._between(bundle, shown, encoded, renamed, examples)
 
     @classmethod
     def edit(
@@ -284,9 +291,9 @@ def with_labels(
         bundle: the bundle from which the change was computed; it is not modified and can be served
         meanwhile.
         path: folder of the new bundle, different from the old one.
-        neighbours: training queries with labels of the new set; None: the bundle's queries, without
-            removed labels and without queries that have no other labels. New labels then get no
-            votes.
+        neighbours: training queries with labels of the new set, examples included; None: the
+            bundle's queries, without removed labels and without queries that have no other labels,
+            and the change's examples.
         dataset, card: for bundle.json; None: copied from the old bundle. Metrics are omitted.
 
     Raises:
@@ -316,7 +323,7 @@ def with_labels(
     voters = None
     if info.knn is not None:
         voters = neighbours or _remapped_neighbours(bundle, change)
-        if voters is not None and examples is not None:
+        if voters is not None and examples is not None and neighbours is None:
             voters = with_example_voters(
                 voters, change.examples, change.example_rows_E, examples, info.knn.space
             )
@@ -345,6 +352,14 @@ def with_labels(
         facts=facts,
         neighbours=voters,
     )
+
+
+def is_estimated(info: BundleInfo) -> npt.NDArray[np.bool_]:
+    """Which of a bundle's labels have an estimated classifier row, bool [K]."""
+    mask_K = np.zeros(info.num_labels, dtype=bool)
+    for begin, end in info.estimated:
+        mask_K[begin:end] = True
+    return mask_K
 
 
 def _ranges(mask_L: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
@@ -377,9 +392,7 @@ def _changed_vectors(
     if de_SD is not None:
         vectors["de"][encoded_S] = de_SD
     if clf_SD is not None:
-        estimated_K = np.zeros(bundle.num_labels, dtype=bool)
-        for begin, end in bundle.info.estimated:
-            estimated_K[begin:end] = True
+        estimated_K = is_estimated(bundle.info)
         estimated_L = (source_L < 0) | estimated_K[source_L]
         # other labels keep their trained rows, even if the text changed
         estimate_S = estimated_L[encoded_S]

@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import read_info
-from unidec.bundle.label_change import LabelChange, with_labels
+from unidec.bundle.label_change import LabelChange, is_estimated, with_labels
 from unidec.bundle.label_file import LabelText
 from unidec.config import Params
 from unidec.data.dataset import Text, XMCDataset
+from unidec.evaluation.metrics import truth_of
 from unidec.pipeline import paths
 from unidec.pipeline.gating import own_texts
 from unidec.pipeline.ranking import NeighboursBy, training_neighbours
@@ -24,6 +27,8 @@ from unidec.tracking.fetch import fetch_bundle
 from unidec.tracking.promotion import known_version
 from unidec.tracking.store import open_client, tracking_uri
 from unidec.training.precision import choose_device
+
+MOST_EXAMPLES = 16  # of a label; measured: benchmarks/results/label-changes.md
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +116,8 @@ def _open(address: str, params: Params, verify: bool = True) -> Bundle:
 
 def refresh_labels(params: Params, version: str | int = "champion") -> ChangedLabels:
     """Give a registered bundle the label set of data/dataset and, if training queries vote in it,
-    the current training queries.
+    the current training queries. Training queries of labels without a trained classifier row are
+    their example queries.
 
     Args:
         params: all parameters.
@@ -125,7 +131,9 @@ def refresh_labels(params: Params, version: str | int = "champion") -> ChangedLa
     bundle = _open(f"models:/{parent.name}/{parent.version}", params)
     dataset = paths.open_dataset()
     texts = dataset.label_texts(text=cast(Text, bundle.info.text))
-    change = LabelChange.of(bundle, dataset.label_uids(), texts, dataset.label_texts())
+    change = LabelChange.of(
+        bundle, dataset.label_uids(), texts, dataset.label_texts(), _examples(bundle, dataset)
+    )
     same_data = bundle.info.dataset.get("sha256") == dataset.sha256
     number = str(parent.version)
     counts = cast(Any, change.counts)
@@ -147,6 +155,24 @@ def refresh_labels(params: Params, version: str | int = "champion") -> ChangedLa
     return ChangedLabels(
         changed=True, bundle=str(paths.REFRESHED), parent=number, **counts, reason=reason
     )
+
+
+def _examples(bundle: Bundle, dataset: XMCDataset) -> list[LabelText]:
+    """The first `MOST_EXAMPLES` training queries of each label of the data set whose classifier row
+    is an estimate, or will be.
+    """
+    is_estimated_K = is_estimated(bundle.info)
+    trained = {uid for uid, row in bundle.row_of.items() if not is_estimated_K[row]}
+    uids = dataset.label_uids()
+    labels = [row for row, uid in enumerate(uids) if uid not in trained]
+    rows = dataset.rows("train")
+    queries_of_label = truth_of(dataset, rows)[:, labels].T.tocsr()
+    label_P, query_P = queries_of_label.nonzero()
+    place_P = np.arange(len(label_P)) - queries_of_label.indptr[label_P]
+    is_kept_P = place_P < MOST_EXAMPLES
+    texts = own_texts(bundle, dataset, rows[query_P[is_kept_P]])
+    label_E = label_P[is_kept_P].tolist()
+    return [LabelText(uids[labels[row]], text) for row, text in zip(label_E, texts, strict=True)]
 
 
 def _voters(bundle: Bundle, dataset: XMCDataset) -> Neighbours | None:
