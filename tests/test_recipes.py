@@ -193,6 +193,14 @@ SPEC = {
         "pool.clf_labels": "pool",
     },
     "depsl": ENCODER_ALONE | {"loss.de": "ds", "model.temperature": 0.02},  # the paper: 1 / 18
+    "depsl-words": ENCODER_ALONE
+    | {
+        "loss.de": "ds",
+        "model.temperature": 0.02,
+        "teacher.words": True,
+        "teacher.weight": 1.0,
+        "optim.epochs": 20,
+    },
     "depsl-gpu-query2bid": ENCODER_ALONE
     | {
         "loss.de": "ds",
@@ -448,9 +456,10 @@ def test_recipes_at_cpu_scale_share_encoder_width_and_epochs():
         "pool.batch_size",
         "tokens.max_length",
     ):
-        # a start
+        # a start, and one that no comparison has
+        others = {"simcse", "depsl-words"}
         assert (
-            len({value(params, key) for name, params in ours.items() if name != "simcse"}) == 1
+            len({value(params, key) for name, params in ours.items() if name not in others}) == 1
         ), key
 
 

@@ -30,6 +30,7 @@ from unidec.data.raw import RawData
 from unidec.data.storage import read_json_lines
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.methods.teacher import TeacherVectors
+from unidec.methods.word_teacher import WordTargets
 from unidec.training import trainer as trainer_module
 from unidec.training.trainer import Trainer, TrainingData
 
@@ -85,11 +86,17 @@ def label_graph(params: Params, dataset: XMCDataset) -> csr_matrix:
     )
 
 
-def teacher(params: Params, dataset: XMCDataset) -> TeacherVectors | None:
-    """A teacher of random vectors, for the recipe that has one."""
+def teacher(params: Params, dataset: XMCDataset) -> TeacherVectors | WordTargets | None:
+    """Random vectors, or random probabilities by words, for the recipes that have a teacher."""
+    rng = np.random.default_rng(7)
+    if params.teacher.words:
+        rows = dataset.rows("train")
+        probability = rng.random((len(rows), dataset.num_labels)).astype(np.float32)
+        probability[rng.random(probability.shape) < 0.8] = 0
+        probability[dataset.filter_pairs[rows].toarray() > 0] = 0
+        return WordTargets(rows, csr_matrix(probability))
     if params.recipe != "unidec-taught":
         return None
-    rng = np.random.default_rng(7)
     label_LE = rng.standard_normal((dataset.num_labels, 5)).astype(np.float32)
     rows_n = np.arange(dataset.num_queries + dataset.num_labels)
     query_nE = rng.standard_normal((len(rows_n), 5)).astype(np.float16)

@@ -251,6 +251,24 @@ def mixed(c):
     return c.share * own + (1 - c.share) * other
 
 
+def depsl_words(c):
+    """DePSL's loss, and the mean over queries of -sum_l p_l log q_l: p by words, with the sum 1
+    over the pool but ignored labels, q of the dual encoder.
+    """
+    targets = c.trainer.batches.methods.score_losses[0].targets
+    labels = c.batch.pool.pool_S
+    score = c.de / 0.02
+    cross_entropies = []
+    for i, row in enumerate(c.batch.pool.rows_B):
+        place = targets.rows_n.tolist().index(row)
+        p = targets.probability_nL[place].toarray()[0, labels].astype(np.float64)
+        seen = np.flatnonzero(~c.pool[1][i])
+        total = log_sum(list(score[i, seen]))
+        sum_p = max(p[seen].sum(), 1e-12)
+        cross_entropies.append(sum(p[j] / sum_p * (total - score[i, j]) for j in seen))
+    return both_ways(decoupled, score, *c.pool) + sum(cross_entropies) / len(cross_entropies)
+
+
 FORMULAS = {
     "mixup": mixed,
     "label-mixup": unidec_v2,
@@ -276,6 +294,7 @@ FORMULAS = {
     "inceptionxml": lambda c: decoupled(c.clf / TAU, *c.every),
     "inceptionxml-lf": of_classifier,
     "depsl": lambda c: both_ways(decoupled, c.de / 0.02, *c.pool),
+    "depsl-words": depsl_words,
     "depsl-gpu-query2bid": lambda c: decoupled(c.de / TAU, *c.pool),
     "supconde": lambda c: both_ways(supcon, c.de / TAU, *c.pool),
     "dpr": lambda c: infonce(c.de / TAU, c.picked, c.pool[1]),
