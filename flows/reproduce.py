@@ -82,18 +82,18 @@ def failure(
     """
     command = f"dvc {' '.join(words)}"
     if code < 0 or (stage_code is not None and not 0 <= stage_code <= _LAST_CODE):
-        fix = "run again: what is finished is kept (dmesg shows whether the memory was full)"
+        fix = "run again: finished work is kept (check dmesg for a lack of memory)"
         return lifecycle.MayRecover(f"{command} was killed", got=message or None, fix=fix)
     if stage_code is not None:
         return _BY_EXIT_CODE.get(stage_code, UnidecError)(message)
     if _PASSING.search(message):
-        fix = "run again when the other process, the network or the server allows it"
+        fix = "run again when the other process has ended, or the network or the server responds"
         return lifecycle.MayRecover(f"{command} failed", got=message, fix=fix)
     return ConfigError(
         f"{command} failed",
         where="dvc",
         got=message,
-        fix="correct the file or setting that is named",
+        fix="correct the named file or setting",
     )
 
 

@@ -157,7 +157,7 @@ def _skip(params: Params, promote: bool | None) -> dict[str, Any]:
     before them.
     """
     reason = "nothing that the model depends on changed since dvc.lock was written"
-    lifecycle.say(f"training is skipped: {reason} (force trains anyway)")
+    lifecycle.say(f"training is skipped: {reason} (--force trains anyway)")
     done = _in_process(params, ["register"])
     judged = decide(params, done["version"], promote, always=False)
     if judged or (
@@ -231,7 +231,7 @@ def _own_folder(params: Params) -> Iterator[Params]:
             values[key] = str(path.resolve())
     folder = Path("runs") / "own" / fingerprint(params)[:12]
     folder.mkdir(parents=True, exist_ok=True)
-    lifecycle.say(f"other parameters than params.yaml: outputs go to {folder}, DVC is not used")
+    lifecycle.say(f"parameters differ from params.yaml: outputs go to {folder}, DVC is not used")
     inside = Params.model_validate(nested(values))
     try:
         with (

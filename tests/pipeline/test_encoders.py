@@ -138,4 +138,4 @@ def test_the_command_lists_and_measures(params, tmp_path, monkeypatch) -> None:
     assert missing.exit_code != 0
     Path("p.yaml").write_text(f"encoder: {{kind: transformer, name: '{folder}'}}\n")
     shown = run(cli.app, ["config", "show", "--params", "p.yaml"])
-    assert "# the encoder's folder says: pooling 'mean', dense" in shown.output
+    assert "# from the encoder's folder: pooling 'mean', dense" in shown.output

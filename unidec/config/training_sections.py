@@ -266,7 +266,7 @@ class Pool(Section):
         if self.gandalf_rows != "all" and not self.gandalf:
             yield Conflict(
                 "pool.gandalf_rows pool.gandalf",
-                "label texts do not train",
+                "label texts are not used as training queries",
                 "pool.gandalf: true, or pool.gandalf_rows: all",
             )
         if 0 < self.size < self.batch_size:
