@@ -43,8 +43,8 @@ class UniDECClassifier(BaseEstimator):
     Attributes:
         model_: the `unidec.Model`.
         classes_: int64 [L], the columns of Y.
-        calibrated_on_: "validation"; "training"; or "nothing" if the queries had no relevant
-            labels, or only those: then the probability is the logistic function of the score.
+        calibrated_on_: "validation"; "training"; or "nothing" if all scored labels were
+            irrelevant, or all relevant: then the probability is the logistic function of the score.
 
     Example:
         >>> classifier = unidec.UniDECClassifier().fit(queries, Y, label_texts=labels)
