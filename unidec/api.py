@@ -274,7 +274,7 @@ class Model:
             folder: folder of the new bundle; must differ from this model's.
             add, update: text by uid.
             remove: uids.
-            examples: queries for which an added label is right, by its uid.
+            examples: queries for which an added label is relevant, by its uid.
 
         Raises:
             DataError: a uid is unknown, or already exists.

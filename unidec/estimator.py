@@ -26,7 +26,7 @@ class UniDECClassifier(BaseEstimator):
     """Multi-label classification of texts into labels that have texts.
 
     It can be pickled (also by joblib): the pickle holds the files of the model's bundle.
-    `cross_val_score` and searches use `score`, the share of texts whose first label is right.
+    `cross_val_score` and searches use `score`, the share of texts whose first label is relevant.
 
     Probabilities come from Platt scaling of the scores, fitted on the validation queries
     (`data.validation_share`). With fewer than 50 of them it is fitted on all queries, which were

@@ -72,7 +72,7 @@ function partsBar(label, weights, { low, high }) {
   return chart;
 }
 
-const LIKELY = "probability that this label is right: the share of right labels among those with such a score, on the validation split";
+const LIKELY = "probability that this label is relevant: the share of relevant labels among those with a similar score, on the validation split";
 
 // A row: a button that opens "why", and one that excludes the label.
 export function row(label, place, weights, range) {
@@ -95,7 +95,7 @@ export function row(label, place, weights, range) {
 
 // Buttons for feedback on a label, which the server appends to its file; the last press counts.
 export function marks(label, relevant) {
-  const group = element("div", { class: "marks", role: "group", "aria-label": `is ${label.title || label.uid} right?` });
+  const group = element("div", { class: "marks", role: "group", "aria-label": `is ${label.title || label.uid} relevant?` });
   for (const [value, text] of [[true, "relevant"], [false, "not relevant"]]) {
     group.append(element("button", { type: "button", class: "quiet", "data-relevant": value, "aria-pressed": String(relevant === value) }, text));
   }
@@ -106,7 +106,7 @@ export function marks(label, relevant) {
 export function meaning(labels, fused) {
   const likely = labels.some(({ probability }) => Number.isFinite(probability));
   const figures = likely
-    ? "Score: ranks the labels of a query. Percent: the probability that the label is right, measured on validation labels with such a score."
+    ? "Score: ranks the labels of a query. Percent: the probability that the label is relevant, measured on labels with a similar score on the validation split."
     : "Score: ranks the labels of a query; it is not a probability.";
   const bars = fused
     ? `Bar: the ${likely ? "probability" : "score of the learnt fusion"}, relative to the best label; a label's parts are shown when it is opened.`
