@@ -73,7 +73,7 @@ def failure(
         code: DVC's exit code, negative if a signal ended it.
         message: what it printed.
         stage_code: exit code of the stage that failed; negative, or above 128 from a shell, if a
-        signal ended it.
+            signal ended it.
 
     Returns:
         `MayRecover` if a process was killed, a lock is held or a network failed, since only these
@@ -132,7 +132,7 @@ def make_data(stages: Sequence[str]) -> dict[str, str]:
 
     Raises:
         UnidecError: a stage failed; the subclass with the stage's exit code, with the stage's
-        message.
+            message.
         MayRecover: DVC or a stage was killed, or DVC waits for a lock or a network.
     """
     # importing the modules of training takes seconds
@@ -279,7 +279,7 @@ def fetch(source: Source) -> str:
 
     Raises:
         ConfigError: there is no .dvc file for it. DataError: it is missing or damaged at its
-        source.
+            source.
     """
     target = dvc_file(source)
     content = yaml.safe_load(target.read_text(encoding="utf-8"))

@@ -38,7 +38,7 @@ class UniDECClassifier(BaseEstimator):
         k: number of labels scored per query; all others have probability 0.
         params: other parameters by key.
         folder: where data, checkpoints and the bundle are kept; None: a temporary folder, as in
-        `unidec.fit`.
+            `unidec.fit`.
 
     Attributes:
         model_: the `unidec.Model`.
@@ -73,7 +73,7 @@ class UniDECClassifier(BaseEstimator):
             texts: N queries.
             Y: [N, L] indicator matrix, dense or sparse.
             label_texts: L texts; None: "label 0", "label 1", ..., which only a classifier can learn
-            from.
+                from.
 
         Raises:
             DataError: the shape of Y does not fit the texts, or Y has no positives.
