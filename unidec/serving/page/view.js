@@ -81,7 +81,7 @@ export function row(label, place, weights, range) {
   const likely = Number.isFinite(label.probability) ? percent(label.probability) : "";
   const shownUid = label.title && !label.title.startsWith(label.uid);
   const button = element("button", {
-    type: "button", class: "row", "aria-expanded": "false", "aria-label": `${place + 1}. ${named}, score ${number(label.score)}${likely && `, right with a probability of ${likely}`}: ${parts}`,
+    type: "button", class: "row", "aria-expanded": "false", "aria-label": `${place + 1}. ${named}, score ${number(label.score)}${likely && `, relevant with a probability of ${likely}`}: ${parts}`,
   },
     element("span", { class: "rank" }, String(place + 1)),
     element("span", { class: "title" }, named, shownUid ? element("small", {}, ` ${label.uid}`) : ""),
@@ -169,9 +169,9 @@ function nearest(label, queries) {
 }
 
 const MEANINGS = {
-  P: "share of the first {k} labels that are right", R: "share of the right labels among the first {k}",
+  P: "share of the first {k} labels that are relevant", R: "share of the relevant labels among the first {k}",
   nDCG: "like P@{k}, but the order counts", PSP: "like P@{k}, but rare labels count more",
-  MRR: "mean of 1 / rank of the first right label", coverage: "share of all labels among the first {k} of at least one query",
+  MRR: "mean of 1 / rank of the first relevant label", coverage: "share of all labels among the first {k} of at least one query",
 };
 
 function metric(name) {
