@@ -122,7 +122,7 @@ repro: $(STAMP)  ## dvc repro: the same pipeline by DVC, without registration
 compare: $(STAMP)  ## every recipe and peer on the same small data: runs/compare/small/report.html
 	$(BIN)/unidec compare comparison/small.yaml --jobs 2 $(ARGS)
 
-evidence: $(STAMP)  ## make printed figures again (benchmarks/evidence.yaml): an hour of them; ARGS=--list runs none
+evidence: $(STAMP)  ## reproduce printed figures (benchmarks/evidence.yaml) for an hour; ARGS=--list only lists them
 	$(BIN)/python benchmarks/evidence.py $(ARGS)
 
 ui: $(STAMP)  ## MLflow and Prefect pages on this machine; Ctrl-C stops both

@@ -76,7 +76,7 @@ def compare(
         folder: folder of the workspace, instead of runs/compare/<name>.
         metrics: JSON file to write the metrics of the last requested run to.
         tune: search the ranges of the file's `tuning` instead, and write the best settings of each
-        cell.
+            cell.
         keep_results: do not rebuild results that another version of the code made.
 
     Returns:
@@ -118,14 +118,14 @@ def run_steps(steps: Sequence[Step], jobs: int, tags: dict[str, str]) -> dict[st
 
     Args:
         steps: ordered so that each step comes after the steps that it needs. tags: tags of the
-        MLflow runs.
+            MLflow runs.
 
     Returns:
         step -> "", or the reason why it has no result: "failed: ..." or "not run: ...".
 
     Raises:
         KeyboardInterrupt, TerminationSignal: after the children have written their checkpoints and
-        ended.
+            ended.
     """
     todo = [step for step in steps if not step.is_done()]
     needed = {need for step in todo for need in step.needs}
@@ -157,7 +157,7 @@ def tune_cells(comparison: Comparison, searched: Sequence[str], jobs: int) -> Pa
     Raises:
         UnidecError: searches failed; the best settings of the others are written.
         KeyboardInterrupt, TerminationSignal: after the trainings have written their checkpoints and
-        ended.
+            ended.
     """
     tuning = comparison.file.tuning
     assert tuning is not None

@@ -29,7 +29,7 @@ def decide(
 
     Args:
         promote: whether to promote; None: `retrain.promote` decides.
-        always: False: skip a version that was already judged against the current champion.
+        always: False: skip a version that the gate already compared with the current champion.
 
     Returns:
         {"gate": the verdict, and "promoted": the promotion, or "refused": the reasons}; {} if the

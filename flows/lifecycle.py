@@ -80,7 +80,7 @@ def known(error: BaseException) -> UnidecError | None:
         return MayRecover(
             "a server or a database does not answer",
             got=got,
-            fix="run again: what is finished is kept, a training resumes from its last checkpoint",
+            fix="run again: finished work is kept, and a training resumes from its last checkpoint",
         )
     return system_error(error) if isinstance(error, OSError) else None
 

@@ -31,7 +31,7 @@ def monitor(queries: str, column: str | None = None, bundle: str | None = None) 
 
     Args:
         queries: .csv, .tsv, .jsonl (also with .gz) or .parquet; with `*` the newest matching file.
-            If a column `labels` holds the right labels, metrics are measured.
+            If a column `labels` holds the relevant labels, metrics are measured.
         column: column of the texts; default: `query` or `text`.
         bundle: a folder, or models:/name/version; default: the champion.
 

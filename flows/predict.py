@@ -193,7 +193,7 @@ def predict(
         column: column of the queries; default: `query` or `text`.
         shards: number of shards; default: one per 65,536 queries.
         runner: processes, threads (:N workers), dask://host:port or ray://host:port; default
-        UNIDEC_RUNNER, processes.
+            UNIDEC_RUNNER, processes.
         device: device that workers run the model on.
         runtime: runtime of the query encoder; auto: as in the server.
         quotes: whether quotes in a .csv or .tsv file enclose fields, as in `raw.quotes`.

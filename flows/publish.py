@@ -89,7 +89,7 @@ def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()
 
     Raises:
         UnidecError: no branch is checked out, or git failed (it refuses while a merge is under
-        way).
+            way).
     """
     name = params.tracking.model_name
     if not _git("branch", "--show-current"):

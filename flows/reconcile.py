@@ -31,7 +31,7 @@ _ACTIVE = FlowRunFilter.model_validate(
 )
 
 
-@harmless("crashed flow runs could not be looked for")
+@harmless("could not check for crashed flow runs")
 def reconcile_crashed_runs(own: FlowRun | None = None) -> None:
     """Set flow runs whose process on this machine is gone to Crashed; the next training ends their
     MLflow runs.

@@ -23,12 +23,12 @@ DATA_STEPS = ("ingest", "validate", "propensity")  # what a refresh and the gate
 
 @flow(name="unidec-refresh", description=__doc__, persist_result=False)
 def refresh(promote: bool | None = None) -> Any:
-    """Fetches data, changes the champion's label set to that of the data, registers, judges and
-    promotes the result.
+    """Fetches data, changes the champion's label set to that of the data, registers the result,
+    runs the gate and promotes it.
 
     Args:
         promote: promote the refreshed version if it passes the gate. If unset, `retrain.promote`
-        decides.
+            decides.
 
     Returns:
         {"added", "removed", "kept", "version", "gate", "promoted", "refused", or "skipped": why}.

@@ -73,7 +73,7 @@ def failure(
         code: DVC's exit code, negative if a signal ended it.
         message: what it printed.
         stage_code: exit code of the stage that failed; negative, or above 128 from a shell, if a
-        signal ended it.
+            signal ended it.
 
     Returns:
         `MayRecover` if a process was killed, a lock is held or a network failed, since only these
@@ -82,18 +82,18 @@ def failure(
     """
     command = f"dvc {' '.join(words)}"
     if code < 0 or (stage_code is not None and not 0 <= stage_code <= _LAST_CODE):
-        fix = "run again: what is finished is kept (dmesg shows whether the memory was full)"
+        fix = "run again: finished work is kept (check dmesg for a lack of memory)"
         return lifecycle.MayRecover(f"{command} was killed", got=message or None, fix=fix)
     if stage_code is not None:
         return _BY_EXIT_CODE.get(stage_code, UnidecError)(message)
     if _PASSING.search(message):
-        fix = "run again when the other process, the network or the server allows it"
+        fix = "run again when the other process has ended, or the network or the server responds"
         return lifecycle.MayRecover(f"{command} failed", got=message, fix=fix)
     return ConfigError(
         f"{command} failed",
         where="dvc",
         got=message,
-        fix="correct the file or setting that is named",
+        fix="correct the named file or setting",
     )
 
 
@@ -132,7 +132,7 @@ def make_data(stages: Sequence[str]) -> dict[str, str]:
 
     Raises:
         UnidecError: a stage failed; the subclass with the stage's exit code, with the stage's
-        message.
+            message.
         MayRecover: DVC or a stage was killed, or DVC waits for a lock or a network.
     """
     # importing the modules of training takes seconds
@@ -279,7 +279,7 @@ def fetch(source: Source) -> str:
 
     Raises:
         ConfigError: there is no .dvc file for it. DataError: it is missing or damaged at its
-        source.
+            source.
     """
     target = dvc_file(source)
     content = yaml.safe_load(target.read_text(encoding="utf-8"))

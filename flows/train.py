@@ -1,12 +1,11 @@
-"""Train, evaluate, register, judge and promote a UniDEC model: everything that is out of date.
+"""Train, evaluate and register a UniDEC model, run the gate and promote the model if it passes.
 
-`make train`, the deployment `unidec/train`: DVC brings the data stages up to date; the model is
-trained, from the champion or from scratch, only if something it depends on changed; its outputs are
-recorded in `dvc.lock`; the bundle is registered; if it passes the gate, it becomes champion. With
---steps only these steps, without DVC, as in `dvc repro`.
+`make train` and the deployment `unidec/train` run this flow. DVC updates the data stages. The model
+is trained, from the champion or from scratch, only if something it depends on changed; its outputs
+are recorded in `dvc.lock`. With --steps, only these steps run, without DVC, as in `dvc repro`.
 
 examples:
-  python -m flows.train                              rebuild, register and judge what changed
+  python -m flows.train                              rebuild what changed, register it, run the gate
   python -m flows.train --force                      train although nothing changed
   python -m flows.train --force --start cold         ... from scratch, not from the champion
   python -m flows.train --set optim.epochs=3         a trial, in runs/own/: not registered
@@ -58,13 +57,13 @@ def train(
     params_file: str = "params.yaml",
     register_trial: bool = False,
 ) -> Any:
-    """Retrains: fetches data, trains what is out of date, registers, judges and promotes; or runs
-    some of the steps.
+    """Retrains: fetches data, trains what is out of date, registers, runs the gate and promotes;
+    or runs some of these steps.
 
     Args:
         force: train although nothing changed.
-        start: warm: from the champion; cold: from scratch; auto: from the champion, from scratch
-            every so often and if the champion does not fit. If unset, `retrain.start` decides.
+        start: warm: from the champion; cold: from scratch; auto: from the champion where possible,
+            but at intervals from scratch. If unset, `retrain.start` decides.
         promote: promote a challenger that passes the gate. If unset, `retrain.promote` decides.
         overrides: {"optim.epochs": 3} or optim.epochs=3: a trial with other parameters, in its own
             folder below runs/own/; DVC is not used, nothing is registered or promoted.
@@ -119,7 +118,7 @@ def parse_steps(steps: str | Sequence[str]) -> list[str]:
 def _through_dvc(
     params: Params, force: bool, start: Start | None, promote: bool | None
 ) -> dict[str, Any]:
-    """Run all stages that are out of date, register the bundle, judge and share it."""
+    """Run all stages that are out of date, register the bundle, run the gate and share it."""
     work = reproduce.prepare_data(params, DATA_STEPS)
     if force:
         work = list(reproduce.MODEL_STAGES)
@@ -157,7 +156,7 @@ def _skip(params: Params, promote: bool | None) -> dict[str, Any]:
     before them.
     """
     reason = "nothing that the model depends on changed since dvc.lock was written"
-    lifecycle.say(f"training is skipped: {reason} (force trains anyway)")
+    lifecycle.say(f"training is skipped: {reason} (--force trains anyway)")
     done = _in_process(params, ["register"])
     judged = decide(params, done["version"], promote, always=False)
     if judged or (
@@ -231,7 +230,7 @@ def _own_folder(params: Params) -> Iterator[Params]:
             values[key] = str(path.resolve())
     folder = Path("runs") / "own" / fingerprint(params)[:12]
     folder.mkdir(parents=True, exist_ok=True)
-    lifecycle.say(f"other parameters than params.yaml: outputs go to {folder}, DVC is not used")
+    lifecycle.say(f"parameters differ from params.yaml: outputs go to {folder}, DVC is not used")
     inside = Params.model_validate(nested(values))
     try:
         with (

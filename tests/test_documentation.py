@@ -167,6 +167,24 @@ def test_every_page_is_listed_in_readme_and_on_the_site() -> None:
         assert f'"docs/{page.stem}"' in site, f"docs/conf.py does not list {page.name}"
 
 
+def test_continued_lines_of_shown_docstrings_are_indented() -> None:
+    """`docs/api.md` and `python -m flows.NAME --help` show them: at the same indentation a line
+    would be a parameter of its own, or be cut off.
+    """
+    public = ("api", "estimator", "errors", "data/dataset")
+    files = [*(ROOT / "flows").glob("*.py"), *(ROOT / f"unidec/{name}.py" for name in public)]
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef):
+                continue
+            is_section = False
+            for line in (ast.get_docstring(node) or "").splitlines():
+                if line and not line.startswith(" "):
+                    is_section = line in ("Args:", "Attributes:", "Raises:")
+                elif is_section and re.match(r"    \S", line):
+                    assert re.match(r"    [\w*, ]+:", line), f"{file.name}, {node.name}: {line}"
+
+
 def test_imports_that_are_shown_exist() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")

@@ -105,7 +105,7 @@ class Model:
     Args:
         folder: the bundle's folder.
         runtime: runtime of the query encoder: "auto" (the fastest that keeps quality), "torch",
-        "onnx" or "onnx-int8".
+            "onnx" or "onnx-int8".
 
     Raises:
         ArtifactError: the bundle is missing or damaged.
@@ -197,7 +197,7 @@ class Model:
             deny: uids of labels that are never predicted.
             min_score: labels with a lower score are dropped.
             tail: above 0 ranks rare labels higher, below 0 lower; only for models with a learnt
-            fusion.
+                fusion.
 
         Raises:
             DataError: a query is blank or not a string, or k is below 1.
@@ -274,7 +274,7 @@ class Model:
             folder: folder of the new bundle; must differ from this model's.
             add, update: text by uid.
             remove: uids.
-            examples: queries for which an added label is right, by its uid.
+            examples: queries for which an added label is relevant, by its uid.
 
         Raises:
             DataError: a uid is unknown, or already exists.
@@ -357,7 +357,7 @@ def fit(
 
     Raises:
         DataError: the data cannot be trained on, or could be read in more than one way; every error
-        is named.
+            is named.
         ConfigError: an unknown parameter, or too little memory.
 
     Example:

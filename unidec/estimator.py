@@ -26,7 +26,7 @@ class UniDECClassifier(BaseEstimator):
     """Multi-label classification of texts into labels that have texts.
 
     It can be pickled (also by joblib): the pickle holds the files of the model's bundle.
-    `cross_val_score` and searches use `score`, the share of texts whose first label is right.
+    `cross_val_score` and searches use `score`, the share of texts whose first label is relevant.
 
     Probabilities come from Platt scaling of the scores, fitted on the validation queries
     (`data.validation_share`). With fewer than 50 of them it is fitted on all queries, which were
@@ -38,13 +38,13 @@ class UniDECClassifier(BaseEstimator):
         k: number of labels scored per query; all others have probability 0.
         params: other parameters by key.
         folder: where data, checkpoints and the bundle are kept; None: a temporary folder, as in
-        `unidec.fit`.
+            `unidec.fit`.
 
     Attributes:
         model_: the `unidec.Model`.
         classes_: int64 [L], the columns of Y.
-        calibrated_on_: "validation"; "training"; or "nothing" if the queries had no relevant
-            labels, or only those: then the probability is the logistic function of the score.
+        calibrated_on_: "validation"; "training"; or "nothing" if all scored labels were
+            irrelevant, or all relevant: then the probability is the logistic function of the score.
 
     Example:
         >>> classifier = unidec.UniDECClassifier().fit(queries, Y, label_texts=labels)
@@ -73,7 +73,7 @@ class UniDECClassifier(BaseEstimator):
             texts: N queries.
             Y: [N, L] indicator matrix, dense or sparse.
             label_texts: L texts; None: "label 0", "label 1", ..., which only a classifier can learn
-            from.
+                from.
 
         Raises:
             DataError: the shape of Y does not fit the texts, or Y has no positives.

@@ -145,12 +145,12 @@ def test_a_part_is_tuned_and_the_rest_stays(write: Write) -> None:
         (
             TUNING,
             CELLS.replace("[0.3, 0.5]", "[0.4, 0.5]"),
-            "cells.first.ranges.loss.margin.*leaves out first as it is",
+            "cells.first.ranges.loss.margin.*excludes the untuned value of first",
         ),
         (
             TUNING.replace("low: 0.5", "low: 2"),
             CELLS,
-            "tuning.ranges.lr.*leaves out first as it is",
+            "tuning.ranges.lr.*excludes the untuned value of first",
         ),
         (TUNING.replace("low: 0.5", "low: 0"), CELLS, r"lr.*cannot be tuned[\s\S]*lr multiplies"),
         (TUNING, CELLS.replace("loss.margin", "loss.marign"), r"loss\.marign.*unknown key"),

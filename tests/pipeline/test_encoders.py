@@ -132,10 +132,10 @@ def test_the_command_lists_and_measures(params, tmp_path, monkeypatch) -> None:
     assert (about["architecture"], about["pooling"], about["width"]) == ("gemma3_text", "mean", 32)
     assert (about["query_prompt"], about["label_prompt"]) == (QUERY, LABEL)
     assert [layer["out_features"] for layer in about["dense"]] == [64, 32]
-    assert about["texts_a_second"] > 0 and about["memory_bytes"] == 4 * about["parameters"]
+    assert about["texts_per_second"] > 0 and about["memory_bytes"] == 4 * about["parameters"]
     assert about["missing"] == []
     missing = run(cli.app, ["encoders", str(tmp_path)])
     assert missing.exit_code != 0
     Path("p.yaml").write_text(f"encoder: {{kind: transformer, name: '{folder}'}}\n")
     shown = run(cli.app, ["config", "show", "--params", "p.yaml"])
-    assert "# the encoder's folder says: pooling 'mean', dense" in shown.output
+    assert "# from the encoder's folder: pooling 'mean', dense" in shown.output

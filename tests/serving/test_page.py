@@ -155,8 +155,9 @@ def test_labels_while_typing(tab: Any, server: Any) -> None:
     assert likely[0] == f"{100 * first['probability']:.0f} %"
     assert "< 1 %" in likely
     hint = tab.ask(f"{ROWS}[0].querySelector('.score small').title")
-    assert hint.startswith("probability that this label is right: ") and "validation split" in hint
-    assert f"right with a probability of {likely[0]}" in tab.ask(
+    assert hint.startswith("probability that this label is relevant: ")
+    assert "validation split" in hint
+    assert f"relevant with a probability of {likely[0]}" in tab.ask(
         f"{ROWS}[0].getAttribute('aria-label')"
     )
     # the address holds what is shown; the model is named; the best score stands among others

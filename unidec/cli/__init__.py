@@ -81,7 +81,7 @@ def train(
     params: Params,
     run: Annotated[
         str | None,
-        Argument(metavar="[RUN]", help="with --resume: a run's name, or its first letters"),
+        Argument(metavar="[RUN]", help="with --resume: a run's name, or the beginning of it"),
     ] = None,
     resume: Annotated[
         bool, Option("--resume", help="resume RUN, or the newest unfinished run")
@@ -213,11 +213,14 @@ def plan(
     tokens: Annotated[int | None, Option(min=1, help="tokens per text")] = None,
     device_memory: Annotated[
         str | None,
-        Option(metavar="SIZE", help="compare only with a GPU of this memory size, such as 16GiB"),
+        Option(
+            metavar="SIZE",
+            help="memory of the GPU to plan for, such as 16GiB, instead of this machine's",
+        ),
     ] = None,
     machines: Annotated[
         int | None,
-        Option(min=1, help="estimate the time, too, on this many machines of two cores each"),
+        Option(min=1, help="also estimate the time, on this many machines with two cores each"),
     ] = None,
 ) -> Shown:
     """Estimate the memory of a training, and suggest settings that fit; exit code 1: it does not
@@ -261,14 +264,14 @@ def doctor(
 
 @command(config_app, "--set recipe=depsl", name="show")
 def config_show(params: Params) -> Shown:
-    """Print the effective value of every parameter: file over recipe over default; and what the
-    encoder's folder says, if it is here.
+    """Print the effective value of every parameter (file over recipe over default), and the
+    settings in the encoder's folder, if it exists here.
     """
     from unidec.pipeline.encoders import what_folder_says
 
     lines = to_yaml(params).splitlines()
     if says := what_folder_says(params):
-        lines.append(f"# the encoder's folder says: {says}")
+        lines.append(f"# from the encoder's folder: {says}")
     return Shown(params.model_dump(), lines)
 
 
@@ -279,9 +282,10 @@ def encoders(
         str | None, Argument(metavar="[NAME]", help="a folder, an alias or a name on the hub")
     ] = None,
 ) -> Shown:
-    """List the architectures, poolings and prompts of encoders that are known; of a name: what its
-    folder says, which files it lacks, and what it costs on this machine: parameters, memory, texts
-    a second.
+    """List the supported encoder architectures, poolings and prompts.
+
+    With NAME: show the settings in its folder, missing files, parameters, memory, and texts per
+    second on this machine.
     """
     from unidec.pipeline.encoders import about_encoder, known_encoders
 
@@ -295,7 +299,7 @@ def encoders(
     for names, prompts in known["prompts"].items():
         said = ", ".join(f"encoder.{key}: {prompt!r}" for key, prompt in prompts.items())
         lines.append(f"prompts of {names}: {said}")
-    return Shown(known, [*lines, "what one needs and costs: unidec encoders NAME"])
+    return Shown(known, [*lines, "details of one encoder: unidec encoders NAME"])
 
 
 @config_app.command("check", epilog="Example: unidec config check --params mine.yaml")

@@ -24,7 +24,7 @@ labels_app = group(
 
 _ABOUT_FILE = "labels: .csv, .tsv, .jsonl or .parquet with the columns id, text [, title]"
 _ABOUT_QUERIES = (
-    "example queries of the added labels, a row each: .csv, .tsv, .jsonl or .parquet with the "
+    "example queries for the added labels, one per row: .csv, .tsv, .jsonl or .parquet with the "
     "columns label_id, text"
 )
 _ABOUT_UIDS = "labels: .csv, .tsv, .jsonl or .parquet with the column id"
@@ -38,7 +38,7 @@ DryRun = Annotated[bool, Option("--dry-run", help="print what would change, writ
 
 Uid = Annotated[str | None, Argument(metavar="[UID]", help="uid of the label")]
 ShownText = Annotated[
-    str | None, Argument(metavar="[TEXT]", help="its text, which is encoded and shown")
+    str | None, Argument(metavar="[TEXT]", help="text of the label, which is encoded and shown")
 ]
 Title = Annotated[str | None, Option(help="shown instead of the text")]
 
@@ -57,7 +57,7 @@ def add(
     title: Title = None,
     file: File = None,
     query: Annotated[
-        list[str] | None, Option(metavar="TEXT", help="an example query of the label; repeatable")
+        list[str] | None, Option(metavar="TEXT", help="example query for the label; repeatable")
     ] = None,
     queries: Annotated[Path | None, Option(metavar="FILE", help=_ABOUT_QUERIES)] = None,
     bundle: BundleAddress = DEFAULT_BUNDLE,
@@ -70,9 +70,9 @@ def add(
     """
     if query and uid is None:
         raise ConfigError(
-            "--query is of the one label that is added",
+            "--query requires a single label",
             where="unidec labels add",
-            fix="with --file, give the queries by --queries examples.csv",
+            fix="give UID and TEXT; with --file, use --queries examples.csv",
         )
     texts = _texts(uid, text, title, file, params)
     from unidec.bundle.label_file import LabelText

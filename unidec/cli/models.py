@@ -47,7 +47,7 @@ def gate(params: Params, version: Which = "challenger") -> Shown:
     return Shown(result, lines, exit_code=0 if result.passed else Refused.exit_code)
 
 
-@command(models_app, "", '7 --force --reason "the labels moved"')
+@command(models_app, "", '7 --force --reason "new label set"')
 def promote(
     params: Params,
     version: Which = "challenger",
@@ -60,7 +60,7 @@ def promote(
     return pipeline.promote(params, version, force=force, reason=reason)
 
 
-@command(models_app, '--reason "answers to short queries are odd"')
+@command(models_app, '--reason "wrong answers for short queries"')
 def rollback(params: Params, reason: Reason = "") -> Any:
     """Swap champion and previous; the version that was champion is refused until it is promoted
     with --force.

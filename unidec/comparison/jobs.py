@@ -210,7 +210,7 @@ class Planner:
         if problems := problems_of(ranges, params, origin, f"cells.{cell}.ranges"):
             self._add_params(problems, cell)
             return
-        what = f"leaves out {cell} as it is, its first trial"
+        what = f"excludes the untuned value of {cell}, which is its first trial"
         for key in ranges.keys() - unchanged(ranges, params).keys():
             self._add(places[key], what, ranges[key])
 

@@ -126,7 +126,7 @@ def _check_form(key: str, entry: Any) -> None:
     tunable -= set(keys_deciding("tokens", "index"))
     if key != RATES and key not in tunable:
         sections = sorted({name.partition(".")[0] for name in tunable})
-        raise ValueError(f"a key of {', '.join(sections)} that needs no other tokens")
+        raise ValueError(f"a key of {', '.join(sections)} that does not change the tokens")
     if isinstance(entry, list):
         if not entry:
             raise ValueError("one or more choices")

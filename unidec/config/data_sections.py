@@ -120,9 +120,9 @@ class Tokens(Section):
     decides: ClassVar[tuple[Result, ...]] = ("checks", "tokens")
 
     text: Literal["title", "title+content"] = "title"
-    """fields of each query and label that the model reads"""
+    """text fields that the model reads"""
     max_length: Annotated[int, Field(ge=3, le=8192)] = 32
-    """maximum tokens per text, special ones included; at most what the encoder reads"""
+    """maximum tokens per text, special ones included; at most the encoder's limit"""
 
 
 class LabelGraph(Section):

@@ -127,8 +127,8 @@ class Run(Section):
     on a GPU for trainings of at least 10,000 steps, if it works there
     """
     deterministic: bool = False
-    """on a GPU too, refuse operations that add up in any order: the same bits each time, on one
-    machine with the same number of threads
+    """bit-identical trainings on a GPU too (same machine and number of threads); operations without
+    a deterministic form are refused
     """
     check_memory: bool = True
     """refuse to start a training that needs too much memory (`unidec plan`)"""

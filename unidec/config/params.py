@@ -212,7 +212,7 @@ class Params(Section):
             yield from self._needed("loss.clf: ds", what, {"loss.clf_bce": 0})
         on_device = {"run.table_place": "device"}
         if self.pool.clf_labels == "all":
-            what = "a classifier over all labels uses all rows in each step: they cannot be fetched"
+            what = "a classifier over all labels requires all rows on the device in each step"
             yield from self._needed("pool.clf_labels: pool", what, on_device)
         if self.optim.clf_state == "adamw":
             off = "optim.clf_state: adam, which updates the rows of a step only"
@@ -303,7 +303,7 @@ class Params(Section):
 
     def _teacher(self) -> Iterator[Conflict]:
         off = 'teacher.bundle: ""' if self.teacher.bundle else "teacher.words: false"
-        what = "a teacher scores unmixed queries and their pools' labels, on one device"
+        what = "a teacher requires one device and a loss on unmixed queries and the pool's labels"
         needed: dict[str, Any] = {
             "pool.simcse": False,
             "model.surrogate": 0,
@@ -314,7 +314,7 @@ class Params(Section):
             needed["pool.clf_labels"] = "pool"
         yield from self._needed(off, what, needed)
         if self.teacher.words:
-            what = "words rank labels for training queries only, and are the only teacher"
+            what = "words as teacher exclude a second teacher and label texts as queries"
             yield from self._needed(off, what, {"teacher.bundle": "", "pool.gandalf": False})
 
     def _mixup(self) -> Iterator[Conflict]:

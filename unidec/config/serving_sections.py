@@ -46,14 +46,13 @@ class Index(Section):
     the number of labels; `unidec index tune` measures recall and speed
     """
     search: str = ""
-    """faiss search settings, such as "nprobe=32,k_factor_rf=8" or efSearch=200; those left out are
-    chosen
+    """faiss search settings, such as "nprobe=32,k_factor_rf=8" or efSearch=200; others have
+    defaults
     """
     space: Literal["both", "de", "clf"] = "both"
     """which head's vectors are searched"""
     width: CountOrZero = 0
-    """first dimensions of each head's vectors that are served, one of loss.widths; 0: all; the
-    bundle then has a smaller model
+    """leading dimensions of each head's vectors that are served, one of loss.widths; 0: all
     """
     clf_weight: Positive | Literal["auto"] = 1.0
     """weight of the classifier's score; auto: tuned on validation"""
@@ -100,9 +99,10 @@ class Retrain(Section):
     """Which model a retraining starts from, and what it does after training."""
 
     start: Literal["auto", "warm", "cold"] = "auto"
-    """warm: the champion; cold: from scratch; auto: see cold_every"""
+    """warm: the champion; cold: from scratch; auto: warm if possible (docs/retraining.md)"""
     cold_every: CountOrZero = 10
-    """start auto: warm starts in a row before a cold one; 0: only the first is cold"""
+    """with start auto: number of warm starts in a row before a cold one; 0: only the first is cold
+    """
     promote: bool = True
     """promote a challenger that passes the gate"""
     push: bool = False
@@ -167,7 +167,7 @@ class Gate(Section):
     probes: Count = 64
     """number of queries that a fresh process must answer"""
     allow_dirty: bool = False
-    """also promote versions of which git does not say that all changes were committed"""
+    """also promote versions with uncommitted changes, or if git does not respond"""
 
     def bound(self, name: str) -> Bound:
         """The bound of one of the keys `max_...`."""
@@ -194,7 +194,7 @@ class Drift(Section):
     """
 
     warn: NonNegative = 0.1
-    """largest change without a warning: relative, of a count, a length or a share; the
+    """largest change without a warning: relative change of a count, length or share, or
     Jensen-Shannon distance of two distributions
     """
     stop: NonNegative = 0.5
@@ -234,13 +234,13 @@ class Serve(Section):
     """maximum queries that the model answers in one batch"""
     batch_wait_ms: NonNegative = 0.0
     """how long an idle model waits for more queries after a batch of several; a single query never
-    waits. With 0, queries gather only while the model is busy, which is as fast on a CPU; on a GPU
-    1 or 2 may be faster
+    waits. With 0, batches form only while the model is busy, which is as fast on a CPU; on a GPU 1
+    or 2 may be faster
     """
     runtime: Literal["auto", "torch", "onnx", "onnx-int8"] = "auto"
     """runtime of the query encoder; auto: the fastest without loss of quality (docs/serving.md)"""
     threads: CountOrZero = 0
-    """threads of encoder and search; 0: all of the machine, where more are faster"""
+    """threads of encoder and search; 0: all usable cores, or fewer where that is faster"""
     cache_queries: CountOrZero = 10_000
     """number of answers cached for repeated queries; 0: none"""
     follow_seconds: NonNegative = 10.0

@@ -56,15 +56,15 @@ class Encoder(Section):
     ] = "both"
     """encoder: a transformer, a bag of tokens, both concatenated, or InceptionXML's convolutions"""
     pooling: Pooling = "auto"
-    """pooling of the transformer's token vectors; auto: what its folder says, else mean"""
+    """pooling of the transformer's token vectors; auto: as set in its folder, else mean"""
     width: CountOrZero = 0
-    """first dimensions of the transformer's vector that are used (Matryoshka); 0: what its folder
-    says, else all
+    """leading dimensions of the transformer's vector that are used (Matryoshka); 0: as set in its
+    folder, else all
     """
     query_prompt: Annotated[Prompt, Decides("tokens", "training")] = "auto"
-    """read by the transformer before each query; auto: what its folder says; empty: nothing"""
+    """text that the transformer reads before each query; auto: as set in its folder; empty: none"""
     label_prompt: Annotated[Prompt, Decides("tokens", "training")] = "auto"
-    """read by the transformer before each label text; auto and empty: as for queries"""
+    """text that the transformer reads before each label text; auto and empty: as for queries"""
     trainable_layers: Annotated[int, Field(ge=-1)] = 0
     """top transformer layers to train; 0: none; -1: everything"""
     lora: Lora = {}
@@ -228,7 +228,7 @@ class Pool(Section):
     """
     mining: Mining = "auto"
     """search for hard negatives; faiss: approximate, on the CPU; auto: faiss above 50,000 labels,
-    unless a GPU holds them
+    unless a GPU holds their vectors
     """
     size: CountOrZero = 3000
     """maximum number of labels in a pool; 0: no limit"""
@@ -266,7 +266,7 @@ class Pool(Section):
         if self.gandalf_rows != "all" and not self.gandalf:
             yield Conflict(
                 "pool.gandalf_rows pool.gandalf",
-                "label texts do not train",
+                "label texts are not used as training queries",
                 "pool.gandalf: true, or pool.gandalf_rows: all",
             )
         if 0 < self.size < self.batch_size:
@@ -319,8 +319,8 @@ class Loss(Section):
     topk: Count = 5
     """k of the soft top-k loss"""
     widths: list[Count] = []
-    """first dimensions of the heads that train as vectors of their own too (Matryoshka), as in [64,
-    128, 256], so that index.width can be one of them
+    """leading dimensions of the heads that are also trained on their own (Matryoshka), as in [64,
+    128, 256]; index.width can be one of them
     """
     weights: Literal["none", "propensity"] = "none"
     """weights of positives: 1, or their inverse propensity"""
@@ -342,7 +342,7 @@ class Teacher(Section):
     bundle: str = ""
     """folder of an earlier model's bundle, with the same labels; empty: none"""
     words: bool = False
-    """learn how words rank the labels of each training query, which itself is left out"""
+    """train the heads to rank as the word network does, which leaves out the query itself"""
     weight: Positive = 1.0
     """weight of the teacher's loss beside each head's own"""
     temperature: Positive = 1 / 18

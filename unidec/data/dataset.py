@@ -44,13 +44,13 @@ class XMCDataset:
 
     Attributes:
         path, manifest: the folder and its manifest; "meta" holds name, format, sizes and the hash
-        of the raw files.
+            of the raw files.
         name: of the data set.
         num_queries, num_labels: N and L.
         queries, labels: tables with columns uid, title, content.
         split_N: uint8 [N], 0 train, 1 validation, 2 test.
         relevance: float32 CSR [N, L], positive, sorted indices; the arrays are memory-mapped and
-        read-only.
+            read-only.
         filter_pairs: bool CSR [N, L]: pairs that are neither positives nor negatives.
         sha256: of the contents, computed from the manifest's file hashes.
 
@@ -87,7 +87,7 @@ class XMCDataset:
 
         Args:
             verify: also check every file's sha256 and every index, once per process unless the
-            files change.
+                files change.
 
         Raises:
             ArtifactError: the data set is missing, damaged, or of a newer version.

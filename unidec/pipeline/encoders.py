@@ -26,7 +26,7 @@ from unidec.pipeline import paths
 
 NUM_TEXTS = 64
 SAMPLE = ("a red bicycle with two wheels", "how to install a printer", "history of the river")
-# name in config.json, example encoders, and which tokens a token attends to; each architecture is
+# model_type in config.json, example encoders, and the tokens that a token attends to; each is
 # compared with sentence-transformers by tests/model/test_architectures.py
 ARCHITECTURES = (
     ("bert", "all-MiniLM, BGE, E5, GTE", "all tokens"),
@@ -37,9 +37,9 @@ ARCHITECTURES = (
     ("deberta-v2", "mDeBERTa", "all tokens"),
     ("modernbert", "GTE ModernBERT, Nomic ModernBERT", "all tokens; a window in most layers"),
     ("nomic_bert", "nomic-embed-text", "all tokens"),
-    ("qwen3", "Qwen3-Embedding", "the tokens before"),
-    ("gemma3_text", "EmbeddingGemma", "all tokens, or the tokens before, as its config.json says"),
-    ("t5", "sentence-t5, GTR", "all tokens, by the encoder alone"),
+    ("qwen3", "Qwen3-Embedding", "causal"),
+    ("gemma3_text", "EmbeddingGemma", "all tokens or causal, set in config.json"),
+    ("t5", "sentence-t5, GTR", "all tokens (encoder only)"),
 )
 # prompts (queries, labels) of encoders whose folders do not contain them
 KNOWN_PROMPTS = {
@@ -56,7 +56,7 @@ class AboutEncoder:
         missing: files that define its use; without them: mean pooling, no prompts.
         memory_bytes: weights in float32; training_bytes: weights, gradients and optimiser state if
             all layers train, without activations.
-        texts_a_second: encoding speed for 64 texts of the data, or of a sample, on `device`.
+        texts_per_second: encoding speed for 64 texts of the data, or of a sample, on `device`.
     """
 
     name: str
@@ -74,8 +74,8 @@ class AboutEncoder:
     parameters: int
     memory_bytes: int
     training_bytes: int
-    texts_a_second: float
-    tokens_a_text: float
+    texts_per_second: float
+    tokens_per_text: float
     device: str
 
 
@@ -83,8 +83,8 @@ def known_encoders() -> dict[str, Any]:
     """Known architectures, poolings, prompts and packaged weights."""
     return {
         "architectures": [
-            {"config.json": name, "such as": such, "a token sees": sees}
-            for name, such, sees in ARCHITECTURES
+            {"architecture": name, "examples": examples, "attention": attention}
+            for name, examples, attention in ARCHITECTURES
         ],
         "poolings": list(FROM_HERE),
         "prompts": {
@@ -160,8 +160,8 @@ def about_encoder(params: Params, name: str) -> AboutEncoder:
         parameters=parameters,
         memory_bytes=4 * parameters,
         training_bytes=16 * parameters,  # weight, gradient, and AdamW's two moments
-        texts_a_second=len(tokens) / min(seconds[1:]),
-        tokens_a_text=float(tokens.for_transformer.lengths().mean()),
+        texts_per_second=len(tokens) / min(seconds[1:]),
+        tokens_per_text=float(tokens.for_transformer.lengths().mean()),
         device=str(device),
         **_facts(found) | {"width": encoder.width},
     )

@@ -27,8 +27,8 @@ class RunInfo:
     """The state of a run, read from its folder without hashing files or reading tensors.
 
     Attributes:
-        state: "running" (its process is alive), "finished", "failed", "stopped" or "begun" (no
-        checkpoint yet).
+        state: "running" (its process is alive), "finished", "failed", "stopped", or "started" (no
+            checkpoint yet).
         epoch, step: finished epochs and steps at the newest checkpoint. epochs: maximum number of
             epochs. All are None without a checkpoint.
         checkpoint: name of the newest checkpoint. checkpoint_age: in seconds. mlflow_run: id.
@@ -93,8 +93,10 @@ def run_info(run_dir: Path) -> RunInfo:
         status = "running"
     elif epochs is not None and state["epoch"] >= epochs:
         status = "finished"
+    elif tracked.get("status") == "FAILED":
+        status = "failed"
     else:
-        status = "failed" if tracked.get("status") == "FAILED" else "stopped" if state else "begun"
+        status = "stopped" if state else "started"
     return RunInfo(
         run_dir.name,
         status,

@@ -36,7 +36,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         404: "not found",
         408: "the body arrived too slowly",
         413: "the body is too large",
-        415: "the body is not declared as JSON",
+        415: "the Content-Type is not JSON",
         422: "wrong values",
         503: "overloaded, not ready, or timed out: retry after Retry-After seconds",
     }.items()

@@ -237,7 +237,7 @@ def _check_head(scope: Scope) -> None:
         raise RequestError(
             431,
             "large_head",
-            "the head is too large",
+            "the request headers are too large",
             where="headers",
             expected=f"at most {MAX_HEAD} bytes and {MAX_HEADERS} headers",
             fix="send fewer headers",
@@ -248,7 +248,7 @@ def _check_head(scope: Scope) -> None:
         raise RequestError(
             400,
             "broken_http",
-            "not exactly one Host",
+            "not exactly one Host header",
             where="headers",
             got=num_hosts,
             fix="send exactly one",

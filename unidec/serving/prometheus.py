@@ -44,7 +44,7 @@ class Metrics:
         ours: Any = {"namespace": "unidec", "registry": self.registry}
         by_route = ("route", "status")
         self.requests = Counter("requests", "Requests answered", by_route, **ours)
-        about = "From reading the head to writing the answer"
+        about = "Time from reading the request headers to writing the response"
         self.request_seconds = Histogram(
             "request_seconds", about, ("route",), buckets=SECONDS, **ours
         )
@@ -56,7 +56,7 @@ class Metrics:
         self.batch_seconds = Histogram("batch_seconds", about, buckets=SECONDS, **ours)
         self.queries = Counter("queries", "Queries answered, including from the cache", **ours)
         self.cache_hits = Counter("cache_hits", "Queries answered from the cache", **ours)
-        self.cache_misses = Counter("cache_misses", "Queries that the cache did not hold", **ours)
+        self.cache_misses = Counter("cache_misses", "Queries not in the cache", **ours)
         about = "Score of each query's best label, both heads"
         self.best_score = Histogram("best_score", about, buckets=SCORES, **ours)
         self.empty = Counter("empty_answers", "Queries without any label in their answer", **ours)
@@ -108,10 +108,10 @@ def follow_metrics(state: dict[str, Any]) -> Iterable[Any]:
     age = state["looked_seconds_ago"]
     is_up = state["registry"] == "up"
     is_refused = state["refused"] is not None
-    yield _gauge("follow_registry_up", "1: the registry answered the last request", is_up)
+    yield _gauge("follow_registry_up", "1: the registry responded to the last poll", is_up)
     yield _gauge("follow_refused", "1: the version that the alias names was refused", is_refused)
     if age is not None:
-        about = "Seconds since the last request to the registry"
+        about = "Seconds since the last poll of the registry"
         yield _gauge("follow_look_age_seconds", about, age)
 
 

@@ -278,7 +278,7 @@ def _read_request(request: Request, model: Any) -> Any:
         raise RequestError(
             415,
             "content_type",
-            "the body is not declared as JSON",
+            "the Content-Type is not JSON",
             where="header Content-Type",
             got=given,
             expected="application/json",
@@ -309,7 +309,7 @@ def _append(settings: Serve, line: bytes) -> None:
             return
     except OSError as error:
         got = error.strerror or str(error)
-        fix = "make room, or name another file: serve.feedback"
+        fix = "free some space, or set serve.feedback to another file"
     raise RequestError(
         507, "feedback", "the feedback was not saved", where="serve.feedback", got=got, fix=fix
     )

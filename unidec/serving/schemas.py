@@ -92,7 +92,7 @@ def request_models(settings: Serve) -> RequestModels:
             min(DEFAULT_K, settings.max_k),
             ge=1,
             le=settings.max_k,
-            description="labels per query; fewer if fewer are left",
+            description="labels per query; fewer if the filters leave fewer",
         )
         allow: Uids | None = Field(
             None,
@@ -114,10 +114,10 @@ def request_models(settings: Serve) -> RequestModels:
         )
 
     class PredictRequest(Options):
-        queries: Annotated[list[Text], texts] = Field(description="texts to label")
+        queries: Annotated[list[Text], texts] = Field(description="queries")
 
     class ExplainRequest(Options):
-        query: Text = Field(description="text to label")
+        query: Text = Field(description="query")
 
     class FeedbackRequest(Limited):
         query: Text
@@ -130,7 +130,7 @@ def request_models(settings: Serve) -> RequestModels:
 def _not_blank(text: str) -> str:
     """Reject a text of invisible characters only."""
     if is_blank(text):
-        raise PydanticCustomError("blank", "a text with something to read")
+        raise PydanticCustomError("blank", "a text that is not blank")
     return text
 
 

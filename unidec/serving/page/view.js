@@ -72,7 +72,7 @@ function partsBar(label, weights, { low, high }) {
   return chart;
 }
 
-const LIKELY = "probability that this label is right: the share of right labels among those with such a score, on the validation split";
+const LIKELY = "probability that this label is relevant: the share of relevant labels among those with a similar score, on the validation split";
 
 // A row: a button that opens "why", and one that excludes the label.
 export function row(label, place, weights, range) {
@@ -81,7 +81,7 @@ export function row(label, place, weights, range) {
   const likely = Number.isFinite(label.probability) ? percent(label.probability) : "";
   const shownUid = label.title && !label.title.startsWith(label.uid);
   const button = element("button", {
-    type: "button", class: "row", "aria-expanded": "false", "aria-label": `${place + 1}. ${named}, score ${number(label.score)}${likely && `, right with a probability of ${likely}`}: ${parts}`,
+    type: "button", class: "row", "aria-expanded": "false", "aria-label": `${place + 1}. ${named}, score ${number(label.score)}${likely && `, relevant with a probability of ${likely}`}: ${parts}`,
   },
     element("span", { class: "rank" }, String(place + 1)),
     element("span", { class: "title" }, named, shownUid ? element("small", {}, ` ${label.uid}`) : ""),
@@ -95,7 +95,7 @@ export function row(label, place, weights, range) {
 
 // Buttons for feedback on a label, which the server appends to its file; the last press counts.
 export function marks(label, relevant) {
-  const group = element("div", { class: "marks", role: "group", "aria-label": `is ${label.title || label.uid} right?` });
+  const group = element("div", { class: "marks", role: "group", "aria-label": `is ${label.title || label.uid} relevant?` });
   for (const [value, text] of [[true, "relevant"], [false, "not relevant"]]) {
     group.append(element("button", { type: "button", class: "quiet", "data-relevant": value, "aria-pressed": String(relevant === value) }, text));
   }
@@ -106,7 +106,7 @@ export function marks(label, relevant) {
 export function meaning(labels, fused) {
   const likely = labels.some(({ probability }) => Number.isFinite(probability));
   const figures = likely
-    ? "Score: ranks the labels of a query. Percent: the probability that the label is right, measured on validation labels with such a score."
+    ? "Score: ranks the labels of a query. Percent: the probability that the label is relevant, measured on labels with a similar score on the validation split."
     : "Score: ranks the labels of a query; it is not a probability.";
   const bars = fused
     ? `Bar: the ${likely ? "probability" : "score of the learnt fusion"}, relative to the best label; a label's parts are shown when it is opened.`
@@ -169,9 +169,9 @@ function nearest(label, queries) {
 }
 
 const MEANINGS = {
-  P: "share of the first {k} labels that are right", R: "share of the right labels among the first {k}",
+  P: "share of the first {k} labels that are relevant", R: "share of the relevant labels among the first {k}",
   nDCG: "like P@{k}, but the order counts", PSP: "like P@{k}, but rare labels count more",
-  MRR: "mean of 1 / rank of the first right label", coverage: "share of all labels among the first {k} of at least one query",
+  MRR: "mean of 1 / rank of the first relevant label", coverage: "share of all labels among the first {k} of at least one query",
 };
 
 function metric(name) {
