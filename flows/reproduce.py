@@ -56,9 +56,11 @@ _PASSING = re.compile(
 )
 _KILL_AFTER = 10.0  # seconds between SIGTERM and SIGKILL when a command is cancelled
 _NOISE = re.compile(  # lines that DVC prints around a stage's output
-    r"Running stage|> |ERROR: failed to reproduce|Stage '|Updating lock|To track|Use "
+    r"Running stage|> |(Generating|Updating) lock|ERROR: failed to reproduce|Stage '|To track|Use "
     r"`dvc|\s*git add|\s*dvc config"
 )
+# and lines of the error that `make_data` raises
+_UNTOLD = re.compile(rf"{_NOISE.pattern}|error: |\s")
 
 log = logging.getLogger("unidec.flows")
 Say = Callable[[str], None] | None  # receives each line of a command's output
@@ -137,32 +139,20 @@ def make_data(stages: Sequence[str]) -> dict[str, str]:
     """
     # importing the modules of training takes seconds
     threading.Thread(target=pipeline.import_training).start()
-    code, output = run(["repro", *stages], log.info)
+
+    def tell(line: str) -> None:
+        (log.info if _UNTOLD.match(line) else lifecycle.say)(line)
+
+    code, output = run(["repro", *stages], tell)
     if code == 0:
         return dict(re.findall(r"^([\w-]+: [^=\n]+) = (.*)$", output, re.MULTILINE))
     lines = [line.rstrip() for line in output.splitlines() if line.strip()]
     stage_output = "\n".join(line for line in lines if not _NOISE.match(line))
-    errors = " ".join(line for line in lines if line.startswith("ERROR"))
+    stage_output = stage_output.rpartition("\nerror: ")[2]
     found = re.search(r"exited with (-?\d+)", output)
     raise failure(
-        ["repro", *stages], code, (stage_output or errors)[-4000:], int(found[1]) if found else None
+        ["repro", *stages], code, (stage_output or output)[-4000:], int(found[1]) if found else None
     )
-
-
-def in_words(printed: Mapping[str, str]) -> str:
-    """The result of `make_data` in one line: the stages that ran, and the size of an ingested data
-    set.
-    """
-    if not printed:
-        return "data: brought up to date from DVC's cache"
-    stages = dict.fromkeys(name.partition(":")[0] for name in printed)
-    line = f"data: ran {', '.join(stages)}"
-    if "ingest: num_labels" not in printed:
-        return line
-    queries = sum(
-        int(printed.get(f"ingest: {split}", 0)) for split in ("train", "validation", "test")
-    )
-    return f"{line}: {queries:,} queries, {int(printed['ingest: num_labels']):,} labels"
 
 
 def stale(data_stages: tuple[str, ...] = ()) -> tuple[bool, list[str]]:
@@ -270,7 +260,7 @@ def prepare_data(params: Params, stages: tuple[str, ...]) -> list[str]:
     if not changed:
         lifecycle.say("the data is up to date")
         return work
-    lifecycle.say(in_words(lifecycle.run("prepare data", make_data, stages, retry=True)))
+    lifecycle.run("prepare data", make_data, stages, retry=True)
     return stale()[1]
 
 

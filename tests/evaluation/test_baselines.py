@@ -159,9 +159,11 @@ def test_warnings_name_what_makes_figures_worthless(case, raw_factory, tmp_path)
     raw = raw_factory(num_test=12, num_labels=40)
     raw.queries["test"] = raw.queries["train"].slice(0, 12)
     small = write_dataset(tmp_path / "leak", raw, validation_share=0)
-    leak, few = warnings({"P@1": 50.0, "R@100": 100.0}, small, "title")
+    leak, few = warnings({"P@1": 50.0, "R@100": 100.0, "R@10": 100.0}, small, "title")
     assert leak.startswith("12 of 12 test queries (100.0%) have the same text as a training query")
-    assert few == "R@100: 100.0 because the data set has only 40 labels."
+    assert few == "R@100, R@10: 100.0 because the data set has only 40 labels."
+    _, few, surprising = warnings({"R@10": 100.0, "R@5": 100.0}, small, "title")
+    assert few.startswith("R@10: 100.0 because") and surprising.startswith("R@5: 100.0. Real data")
 
 
 def test_sentence_and_warnings_are_on_top_of_the_page():

@@ -157,7 +157,7 @@ def test_the_undamaged_folder_is_read(json_folder: Path) -> None:
             "trn.json",
             with_line(QUERIES, 3, target_ind=[2, 2]),
             "pair given twice: 1",
-            "trn.json:4 (query row 3, label 2)",
+            "trn.json:4 (query 3, label 2)",
         ),
         ("trn.json", with_line(QUERIES, 3, title=[5]), "title is not a text: 1", "trn.json:4"),
         (

@@ -188,17 +188,6 @@ def test_bounds_of_json_lines(tmp_path: Path, name: str) -> None:
     assert f"{name}:2 (title: 1100)" in str(caught.value)
 
 
-@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
-def test_another_delimiter_is_named(tmp_path: Path, delimiter: str) -> None:
-    folder_of_tables(tmp_path, f"id{delimiter}text\nq1{delimiter}a, b\n")
-    name = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}[delimiter]
-    for read in (read_raw, lambda path: list(read_texts(path / "queries.csv", None))):
-        with pytest.raises(
-            DataError, match=f"the columns are separated by {name}: save the file with commas"
-        ):
-            read(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("data", "line"),
     [("id,text\rq1,a\rq2,b\r", 1), ("id,te\rxt\nq1,a\n", 1), ("id,text\nq1,a\nq2,b\rc\n", 3)],

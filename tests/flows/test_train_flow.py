@@ -517,20 +517,6 @@ def test_nothing_to_do_needs_no_flow_run_and_no_server(run, prepare, stages):
     assert len(prepare.servers) == 1
 
 
-def test_made_data_in_words(flow_module):
-    made = {
-        "ingest: name": "x",
-        "ingest: train": "12000",
-        "ingest: test": "345",
-        "ingest: num_labels": "1700",
-        "label-graph: edges": "0",
-    }
-    in_words = flow_module.reproduce.in_words
-    assert in_words(made) == "data: ran ingest, label-graph: 12,345 queries, 1,700 labels"
-    assert in_words({"tokens: queries_texts": "7"}) == "data: ran tokens"
-    assert "DVC's cache" in in_words({})
-
-
 def test_where_a_server_shows_the_run_or_data_is_fetched_the_flow_does_it_all(
     run, prepare, stages, flow_module, place
 ):
@@ -636,6 +622,15 @@ def dvc_project(place, monkeypatch):
     stages["validate"] = {
         "cmd": f"{sys.executable} -c \"import sys; print('bad row 7'); sys.exit(3)\""
     }
+    printed = """
+a.csv: columns that are not used: date
+ingest: num_labels = 7
+validate: warnings.1 = texts: empty
+error: b.csv: no text
+  fix: add it
+"""
+    Path("printed.txt").write_text(printed)
+    stages["told"] = {"cmd": "cat printed.txt; exit 3"}
     Path("dvc.yaml").write_text(json.dumps({"stages": stages}))
     assert reproduce.run(["init", "--no-scm", "-q"])[0] == 0
     return reproduce
@@ -684,6 +679,20 @@ def test_a_stage_that_fails_in_dvc_is_the_error_it_was(dvc_project, caplog, monk
     assert any("bad row 7" in line for line in caplog.messages)
     with pytest.raises(ConfigError, match="no-such-stage"):
         dvc_project.make_data(["no-such-stage"])
+
+
+def test_what_a_stage_prints_is_told_and_its_error_is_alone(dvc_project, monkeypatch):
+    monkeypatch.setattr(dvc_project.pipeline, "import_training", lambda: None)
+    told = []
+    monkeypatch.setattr(dvc_project.lifecycle, "say", told.append)
+    with pytest.raises(DataError) as caught:
+        dvc_project.make_data(["told"])
+    assert str(caught.value) == "b.csv: no text\n  fix: add it"
+    assert told == [
+        "a.csv: columns that are not used: date",
+        "ingest: num_labels = 7",
+        "validate: warnings.1 = texts: empty",
+    ]
 
 
 # -- through Prefect

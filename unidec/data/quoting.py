@@ -1,9 +1,9 @@
 """Reads the rows of .csv and .tsv files, and decides whether quotes enclose fields or are part of
 the texts.
 
-In .csv files quotes enclose fields. In .tsv files they do only if every field that begins with a
-quote ends with one in the same line; otherwise they are text. `raw.quotes` overrides this. An
-ambiguous file is refused.
+Quotes enclose fields. In files with tabs between columns they do so only if every field that begins
+with a quote ends with one in the same line; otherwise they are text. `raw.quotes` overrides this.
+An ambiguous file is refused.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def read_cells(
     """
     quoted = bounds.quotes == "yes"
     if bounds.quotes == "auto":
-        quoted = delimiter == "," or _quotes_enclose(path, bounds)
+        quoted = delimiter != "\t" or _quotes_enclose(path, bounds)
     csv.field_size_limit(max(csv.field_size_limit(), bounds.max_row_bytes))
     rows = _Rows(path, delimiter, bounds, report)
     yield from rows.quoted() if quoted else rows.unquoted()
@@ -161,8 +161,8 @@ def _shape(text: str) -> str:
 
 
 def _quotes_enclose(path: Path, bounds: RawBounds) -> bool:
-    """Whether quotes enclose fields in a .tsv file, judged by its lines; the result is reported if
-    any field begins with a quote.
+    """Whether quotes enclose fields in a file with tabs, judged by its lines; the result is
+    reported if any field begins with a quote.
 
     Raises:
         DataError: some fields are valid only if quotes enclose fields, others only if quotes are

@@ -25,6 +25,11 @@ ALWAYS_UNPACKED = 64 << 20  # unpacked bytes that any compressed file may have
 BOM = b"\xef\xbb\xbf"
 DEFAULT_BOUNDS = RawBounds()
 NOT_UTF8 = "text that is not UTF-8"
+AS_UTF8 = (
+    "save the file as UTF-8 (Excel: CSV UTF-8), or convert it: iconv -f CP1252 -t UTF-8 FILE > NEW "
+    "(-f UTF-16 for text in UTF-16)"
+)
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -70,7 +75,7 @@ def refuse(path: Path) -> Report:
             what,
             where=f"{path}:{line}",
             got=str(got)[:200],
-            fix="save the file as UTF-8" if what == NOT_UTF8 else None,
+            fix=AS_UTF8 if what == NOT_UTF8 else None,
         )
 
     return report
@@ -112,7 +117,10 @@ def read_lines(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> Iterator[tuple
     total = number = 0
     try:
         with gzip.open(path, "rb") if packed else open(path, "rb") as file:
-            if file.read(len(BOM)) != BOM:
+            start = file.read(len(BOM))
+            if start[:2] in _UTF16:
+                raise DataError("text in UTF-16", where=path, fix=AS_UTF8)
+            if start != BOM:
                 file.seek(0)
             while line := file.readline(bounds.max_row_bytes + 2):
                 total += len(line)

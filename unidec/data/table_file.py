@@ -29,13 +29,13 @@ from unidec.data.raw_lines import (
     refuse,
 )
 from unidec.errors import DataError
+from unidec.progress import say
 
 Check = Callable[[list[str]], object]
 
 # rows and characters in memory as Python objects
 BLOCK_ROWS = 4096
 BLOCK_CHARS = 16 << 20
-_DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 
 
 def ending(path: Path) -> str:
@@ -105,10 +105,10 @@ def read_rows(
     elif kind == ".parquet":
         yield from read_parquet(path, columns, check_header, bounds)
     else:
-        delimiter = "\t" if kind == ".tsv" else ","
-        rows = read_cells(path, delimiter, bounds, report)
+        rows = read_cells(path, _delimiter(path, bounds), bounds, report)
         _, names = next(rows, (0, []))
-        _check_header(path, names)
+        if not names:
+            raise DataError("an empty file", where=path, expected="a header and rows")
         check_header(names)
         for line, cells in rows:
             if len(cells) == len(names):
@@ -127,7 +127,9 @@ def columns_missing(
         where=where,
         got=", ".join(map(plain, map(str, names[:50])))[:300],
         expected=expected,
-        fix=names_like(names, missing),
+        fix=names_like(names, missing)
+        or "rename the columns that hold them; pandas writes an index as a column only after "
+        "table.reset_index()",
     )
 
 
@@ -138,19 +140,18 @@ def no_text(value: object) -> str:
     return "save the column as strings, without lists, dates or truth values: column.astype(str)"
 
 
-def _check_header(path: Path, names: list[str]) -> None:
-    """Raise a DataError if there is no header, or if a single column contains another delimiter."""
-    if not names:
-        raise DataError("an empty file", where=path, expected="a header and rows")
-    for other, called in _DELIMITERS.items():
-        if len(names) == 1 and other in names[0]:
-            raise DataError(
-                "a header of one column",
-                where=f"{path}:1",
-                got=names[0][:300],
-                fix=f"the columns are separated by {called}: save the file with commas (.csv) or "
-                "tabs (.tsv) between them",
-            )
+def _delimiter(path: Path, bounds: RawBounds) -> str:
+    """What separates the columns: a comma (.tsv: a tab), or, if the header has none, another
+    delimiter, which is reported on stderr: Excel uses the one of the system's language.
+    """
+    usual, *others = "\t,;|" if ending(path) == ".tsv" else ",\t;|"
+    header = next((line for _, line in read_lines(path, bounds) if line.strip()), b"")
+    for delimiter in (usual, *others):
+        if delimiter.encode() in header:
+            if delimiter != usual:
+                say(f"{path.name}: the columns are separated by {delimiter!r}")
+            return delimiter
+    return usual
 
 
 def check_names(names: Sequence[str], columns: Sequence[str], where: str) -> None:

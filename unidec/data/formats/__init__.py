@@ -195,7 +195,7 @@ def _detect(root: Path) -> str:
         where=root,
         got=", ".join(files[:12]) or "an empty folder",
         expected=f"the files (also compressed, with .gz) of one of these layouts:{layouts}",
-        fix="see docs/data.md for an example of each layout",
+        fix="docs/data.md has examples of each layout, and of a file with a column of labels",
     )
 
 
@@ -210,6 +210,7 @@ def _check(source: Source, raw: RawData) -> None:
         source.note("no labels", "labels")
     if not raw.queries["train"].num_rows:
         source.note("no training queries", "train")
+        source.advise("name the split `train` for the queries to learn from, or no splits at all")
     for (other_split, other), (split, table) in itertools.combinations(raw.queries.items(), 2):
         shared = np.flatnonzero(source.rows_of(table["uid"], other["uid"]) >= 0)
         kind = f"query of another split again in {split} (leak)"

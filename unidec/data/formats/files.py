@@ -27,7 +27,15 @@ from unidec.config import RawBounds
 from unidec.data.database import database, fill, first_rows, one_row, ordered
 from unidec.data.formats import folder
 from unidec.data.raw import TEXT_SCHEMA, RawData
-from unidec.data.raw_lines import DEFAULT_BOUNDS, Report, check_unpacked, decode, read_lines
+from unidec.data.raw_lines import (
+    AS_UTF8,
+    DEFAULT_BOUNDS,
+    NOT_UTF8,
+    Report,
+    check_unpacked,
+    decode,
+    read_lines,
+)
 from unidec.data.spool import Numbers, csr_on_disk, table_on_disk
 from unidec.data.table_file import text_blocks
 from unidec.errors import DataError
@@ -161,7 +169,13 @@ class Source:
     def report(self, path: Path) -> Report:
         """A `Report` that records the errors of a file."""
         name = self.name(path)
-        return lambda what, line, got: self.note(what, f"{name}:{line}", got)
+
+        def report(what: str, line: int, got: object) -> None:
+            self.note(what, f"{name}:{line}", got)
+            if what == NOT_UTF8:
+                self.advise(AS_UTF8)
+
+        return report
 
     def texts(self, path: Path, first: int = 0) -> pa.Table:
         """The lines of a file as titles; their uids are row numbers from `first`."""
@@ -212,8 +226,8 @@ class Pairs:
         query_P, label_P: row numbers of queries and labels.
         value_P: relevance as float64, NaN if it is not a number; None for filter pairs, which have
             no relevance.
-        by_uid: pairs were given by uid; row number -1 means an unknown uid, which is already
-        recorded as an error.
+        given: uids of query and label, and relevance, of each pair as in the file; empty: pairs
+        were given by row. Row number -1 is that of an unknown uid, already recorded as an error.
     """
 
     source: Source
@@ -221,7 +235,7 @@ class Pairs:
     query_P: np.ndarray
     label_P: np.ndarray
     value_P: np.ndarray | None
-    by_uid: bool = False
+    given: tuple[Any, ...] = ()
 
     def matrix(self, shape: tuple[int, int], zero_is_no_pair: bool = False) -> csr_matrix:
         """CSR matrix with sorted indices: relevance (float32) or filter pairs (bool). Invalid pairs
@@ -232,6 +246,7 @@ class Pairs:
         label = f"label BETWEEN 0 AND {shape[1] - 1}"
         value = "value > 0 AND isfinite(value)"
         good = f"FROM pairs WHERE {query} AND {label} AND {value}"
+        given = self.given or (self.query_P, self.label_P, self.value_P)
         again = "row_number() OVER (PARTITION BY query, label ORDER BY place) > 1"
         with database(self.source.scratch) as tables:
             fill(tables, _STORED, self._blocks())
@@ -240,7 +255,7 @@ class Pairs:
                 found = tables.execute(f"SELECT place {bad} ORDER BY place").fetchnumpy()["place"]
                 self.source.note_rows(kind, self.at, found, detail, *columns)
 
-            if not self.by_uid:
+            if not self.given:
                 of = "filter pair with a " if is_filter else ""
                 kind = f"{of}label index outside 0..{shape[1] - 1}"
                 note(kind, f"FROM pairs WHERE NOT ({label})", "label {}", self.label_P)
@@ -249,14 +264,13 @@ class Pairs:
             if not is_filter:
                 kind = "relevance that is not a positive number"
                 wrong = f"FROM pairs WHERE NOT ({value} OR (given = 0 AND {zero_is_no_pair}))"
-                note(kind, wrong, "label {}: {}", self.label_P, self.value_P)
+                note(kind, wrong, "query {}, label {}: {}", *given)
             triples = ordered(tables, f"SELECT query, label, value {good} ORDER BY query, label")
             dtype = bool if is_filter else np.float32
             matrix = csr_on_disk(triples, shape, dtype, self.source.scratch)
             if not is_filter and matrix.nnz < one_row(tables, f"SELECT count(*) {good}")[0]:
-                columns = self.query_P, self.label_P
                 repeated = f"{good} QUALIFY {again}"
-                note("pair given twice", repeated, "query row {}, label {}", *columns)
+                note("pair given twice", repeated, "query {}, label {}", *given[:2])
         return matrix
 
     def _blocks(self) -> Iterator[pa.Table]:

@@ -26,6 +26,7 @@ from unidec.data.lookalike import Known, difference, names_like, plain, visible
 from unidec.data.raw import SPLITS, RawData, text_table
 from unidec.data.spool import table_on_disk, take_pairs, take_texts
 from unidec.data.table_file import columns_missing, no_text, read_rows, text_blocks
+from unidec.progress import say
 
 QUERIES, LABELS, PAIRS, FILTERS = (
     [f"{stem}.{kind}" for kind in ("csv", "tsv", "parquet", "jsonl")]
@@ -74,7 +75,7 @@ class Table:
             query_P=self._rows(source, "query", query, queries["uid"]),
             label_P=self._rows(source, "label", label, labels["uid"]),
             value_P=value_P,
-            by_uid=True,
+            given=(self.columns[query], self.columns[label], value_P if given is None else given),
         )
 
     def _rows(self, source: Source, what: str, column: str, known: pa.ChunkedArray) -> np.ndarray:
@@ -177,7 +178,7 @@ def read_table(
     optional: Sequence[str] = (),
     look: Callable[[dict[str, Any], int], object] = lambda _row, _line: None,
 ) -> Table:
-    """Read columns of a file.
+    """Read columns of a file; reports on stderr which columns of its header are not used.
 
     Args:
         needed: columns that must exist.
@@ -189,10 +190,16 @@ def read_table(
             Errors in single rows are recorded in the source.
     """
 
+    wanted = (*needed, *optional)
+
     def check(names: list[str]) -> None:
         check_columns(names, needed, optional, f"{path}:1")
+        unused = ", ".join(name for name in names if name not in wanted)
+        if unused:
+            used = ", ".join(wanted)
+            say(f"{path.name}: columns that are not used: {unused} (used: {used})")
 
-    rows = read_rows(path, (*needed, *optional), check, source.bounds, source.report(path))
+    rows = read_rows(path, wanted, check, source.bounds, source.report(path))
     return table_of(rows, source.name(path), source, (needed, optional), look=look)
 
 
@@ -333,8 +340,8 @@ def _split_numbers(table: Table, source: Source) -> np.ndarray:
         "split that is not train, validation or test",
         table.at,
         unknown,
-        "{!r}",
-        dict(zip(unknown.tolist(), names.take(unknown).to_pylist(), strict=True)),
+        "'{}'",
+        names,
     )
     return number_N
 
