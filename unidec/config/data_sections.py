@@ -5,14 +5,12 @@ become.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal, NamedTuple, cast
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from unidec.config.section import (
-    Conflict,
     Count,
     CountOrZero,
     Decides,
@@ -161,17 +159,3 @@ class Source(Section):
     """kind dvc: git revision of an imported target; empty: the one that the import names"""
     secrets: dict[str, str] = {}
     """Prefect Secret block for each environment variable of DVC's processes"""
-
-    def conflicts(self) -> Iterator[Conflict]:
-        if self.kind in ("folder", "dvc") and not self.path:
-            yield Conflict(
-                "source.path source.kind",
-                "the source has no path",
-                "source.path: the folder, or DVC's target; or source.kind: none",
-            )
-        if self.kind == "files" and not (self.queries and self.labels and self.pairs):
-            yield Conflict(
-                "source.queries source.labels source.pairs source.kind",
-                "a data set consists of three tables",
-                "all three tables, or source.kind: none",
-            )

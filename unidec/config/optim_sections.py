@@ -68,18 +68,6 @@ class Optim(Section):
                 "the warm-up is longer than the training",
                 "optim.warmup_epochs well below optim.epochs",
             )
-        if self.budget_minutes > 0 and self.patience == 0:
-            yield Conflict(
-                "optim.budget_minutes optim.patience",
-                "a time limit requires patience",
-                "optim.patience: 2, or optim.budget_minutes: 0",
-            )
-        if self.clf_decay > 0 and self.clf_state not in ("adamw", "momentum"):
-            yield Conflict(
-                "optim.clf_decay optim.clf_state",
-                "this optimiser has no weight decay",
-                "optim.clf_state: adamw or momentum, or optim.clf_decay: 0",
-            )
 
 
 class Warm(Section):

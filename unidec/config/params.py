@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,9 +24,6 @@ from unidec.config.training_sections import (
     Pool,
     Teacher,
 )
-
-# no hard negatives, no propensities
-_NO_DRAWS = {"pool.eta": 0, "pool.positives": "uniform", "loss.weights": "none"}
 
 
 @dataclass(frozen=True)
@@ -106,86 +104,35 @@ class Params(Section):
         for _, section in self:
             if isinstance(section, Section):
                 yield from section.conflicts()
-        yield from self._heads()
+        yield from self._unmet()
         yield from self._widths()
-        if self.model.heads != "de":
-            yield from self._classifier()
-        yield from self._losses()
-        if self.pool.simcse:
-            what = (
-                "SimCSE ignores relevance: it trains a dual encoder alone, against the batch's "
-                "other texts"
-            )
-            needed = {
-                "model.heads": "de",
-                "pool.de_labels": "pool",
-                "pool.gandalf": False,
-                "loss.mixup": "none",
-            }
-            yield from self._needed("pool.simcse: false", what, needed | _NO_DRAWS)
-        if self.model.surrogate:
-            what = "surrogate clusters require a classifier without a dual encoder, on one device"
-            needed = {"model.heads": "clf", "model.clf_init": "xavier", "run.devices": 1}
-            yield from self._needed("model.surrogate: 0", what, needed | _NO_DRAWS)
-        if self.model.levels:
-            what = "a label tree requires a classifier without a dual encoder, on one device"
-            needed = {
-                "model.heads": "clf",
-                "model.surrogate": 0,
-                "run.devices": 1,
-                "loss.mixup": "none",
-            }
-            yield from self._needed("model.levels: []", what, needed)
-        elif self.pool.shortlist:
+        heads = ("de", "clf") if self.model.heads == "both" else (self.model.heads,)
+        is_used = "softtopk" in [getattr(self.loss, head) for head in heads]
+        if is_used and 0 < self.pool.size <= self.loss.topk:
             yield Conflict(
-                "pool.shortlist model.levels",
-                "a shortlist requires a label tree",
-                "model.levels: [32, 4], or pool.shortlist: 0",
+                "loss.topk pool.size",
+                "the pool has at most k labels, so the soft top-k loss learns nothing",
+                "loss.topk far below pool.size",
             )
-        if self.teacher.bundle or self.teacher.words:
-            yield from self._teacher()
-        if self.optim.patience and not (self.data.validation_share or self.data.validation_sample):
-            yield Conflict(
-                "optim.patience data.validation_share data.validation_sample",
-                "patience requires queries to validate on",
-                "data.validation_share or data.validation_sample above 0, or optim.patience: 0",
-            )
-        yield from self._operations()
+        yield from self._source()
 
-    def _heads(self) -> Iterator[Conflict]:
-        heads = self.model.heads
-        space = self.index.space
-        if heads == "clf" and self.model.auxiliary:
-            yield Conflict(
-                "model.auxiliary model.heads",
-                "auxiliary vectors require a dual encoder",
-                "model.auxiliary: 0, or model.heads: de",
-            )
-        if heads not in ("both", space):
-            yield Conflict(
-                "index.space model.heads",
-                "the index searches a head that the model does not have",
-                "set index.space to the same value as model.heads",
-            )
-        idle = {0.0: "de", 1.0: "clf"}.get(self.loss.balance)
-        if idle == "de" and not self.model.projection:
-            idle = None  # this head is the encoder itself, loaded from `encoder.start`
-        if heads == "both" and idle is not None and space in ("both", idle):
-            yield Conflict(
-                "loss.balance model.heads index.space",
-                "one head gets no loss but is searched",
-                "loss.balance strictly between 0 and 1, or model.heads and index.space: de (for "
-                "1) or clf (for 0)",
-            )
-        if (
-            "auto" in (self.index.clf_weight, self.index.knn_weight)
-            and self.data.validation_share == 0
-        ):
-            yield Conflict(
-                "data.validation_share index.clf_weight index.knn_weight",
-                "there is no validation split to tune a weight on",
-                "data.validation_share above 0, or a number as the weight",
-            )
+    def _unmet(self) -> Iterator[Conflict]:
+        """Values that are not those that others require (requirements.yaml)."""
+        values = dict(leaves(self))
+        for rule in _requirements():
+            given = rule["with"]
+            if not all(_has(values[key], wanted) for key, wanted in given.items()):
+                continue
+            option = next(iter(given))
+            off = f"{option}: {json.dumps(_defaults()[option])}"
+            for key, needed in rule["needs"].items():
+                example = _in_words(needed)
+                if isinstance(needed, dict):
+                    example = needed["such as"]
+                    needed = None
+                if not _has(values[key], needed):
+                    keys = " ".join(dict.fromkeys([key, *given]))
+                    yield Conflict(keys, rule["because"], f"{key}: {example}, or {off}")
 
     def _widths(self) -> Iterator[Conflict]:
         """Conflicts of the widths at which the heads train, and of the one that is served."""
@@ -206,139 +153,7 @@ class Params(Section):
                 "it to loss.widths",
             )
 
-    def _classifier(self) -> Iterator[Conflict]:
-        if self.loss.clf == "bce":
-            what = "the classifier's loss is already BCE: the auxiliary BCE would count it twice"
-            yield from self._needed("loss.clf: ds", what, {"loss.clf_bce": 0})
-        on_device = {"run.table_place": "device"}
-        if self.pool.clf_labels == "all":
-            what = "a classifier over all labels requires all rows on the device in each step"
-            yield from self._needed("pool.clf_labels: pool", what, on_device)
-        if self.optim.clf_state == "adamw":
-            off = "optim.clf_state: adam, which updates the rows of a step only"
-            yield from self._needed(off, "AdamW updates all rows in each step", on_device)
-        if not self.model.clf_residual:
-            for name in ("clf_gates", "clf_graph", "clf_queries"):
-                if getattr(self.model, name):
-                    off = "0" if name == "clf_queries" else "false"
-                    fix = f"or model.{name}: {off}"
-                    yield Conflict(
-                        f"model.{name} model.clf_residual model.heads",
-                        "requires residual classifier rows",
-                        f"model.clf_residual: true, {fix}",
-                    )
-            return
-        or_none = "or model.clf_residual: false"
-        if self.model.clf_queries and (self.model.clf_graph or self.model.heads == "both"):
-            yield Conflict(
-                "model.clf_queries model.clf_graph model.heads",
-                "queries in classifier rows require a classifier without a dual encoder and "
-                "without a label graph",
-                "model.heads: clf, or model.clf_queries: 0",
-            )
-        if self.model.clf_init != "label_embedding":
-            yield Conflict(
-                "model.clf_residual model.clf_init model.heads",
-                "a residual classifier starts from its labels' embeddings",
-                f"model.clf_init: label_embedding, {or_none}",
-            )
-        if self.pool.clf_labels != "pool" or self.pool.clf_beta:
-            yield Conflict(
-                "model.clf_residual pool.clf_labels pool.clf_beta model.heads",
-                "a residual classifier would encode the texts of all labels outside the pool in "
-                "each step",
-                f"pool.clf_labels: pool and pool.clf_beta: 0, {or_none}",
-            )
-        if self.run.devices > 1:
-            yield Conflict(
-                "model.clf_residual run.devices model.heads",
-                "a residual classifier trains on one device",
-                f"run.devices: 1, {or_none}",
-            )
-
-    def _losses(self) -> Iterator[Conflict]:
-        loss = self.loss
-        used = {
-            head: getattr(loss, head)
-            for head in ("de", "clf")
-            if self.model.heads in ("both", head)
-        }
-        keys = "loss.de loss.clf model.heads"
-        if "infonce" in used.values() and loss.reduction != "pol":
-            yield Conflict(
-                f"loss.reduction {keys}",
-                "InfoNCE is defined for one positive per query",
-                "loss.reduction: pol, or supcon as the loss",
-            )
-        if "hinge" in used.values() and loss.margin == 0:
-            yield Conflict(
-                f"loss.margin {keys}",
-                "the squared hinge without a margin is 0 if all scores are 0",
-                "loss.margin: 1 for the classifier's scores, below 1 for cosines",
-            )
-        for head, name in used.items():
-            if name == "softtopk":
-                what = "soft top-k ranks the labels of a query: it has no label-to-query loss"
-                needed = {f"loss.{head}_forward": 1}
-                yield from self._needed(f"loss.{head}: ds", what, needed)
-        if loss.mixup != "none":
-            yield from self._mixup()
-        if "softtopk" in used.values() and 0 < self.pool.size <= loss.topk:
-            yield Conflict(
-                "loss.topk pool.size",
-                "the pool has at most k labels, so the soft top-k loss learns nothing",
-                "loss.topk far below pool.size",
-            )
-
-    def _needed(self, off: str, what: str, needed: dict[str, Any]) -> Iterator[Conflict]:
-        """Conflicts of an option with the values that it requires of other keys."""
-        for path, value in needed.items():
-            section, name = path.split(".")
-            if getattr(getattr(self, section), name) != value:
-                yield Conflict(
-                    f"{path} {off.partition(':')[0]}",
-                    what,
-                    f"{path}: {json.dumps(value)}, or {off}",
-                )
-
-    def _teacher(self) -> Iterator[Conflict]:
-        off = 'teacher.bundle: ""' if self.teacher.bundle else "teacher.words: false"
-        what = "a teacher requires one device and a loss on unmixed queries and the pool's labels"
-        needed: dict[str, Any] = {
-            "pool.simcse": False,
-            "model.surrogate": 0,
-            "loss.mixup": "none",
-            "run.devices": 1,
-        }
-        if self.loss.clf == "bce" and self.model.heads != "de":
-            needed["pool.clf_labels"] = "pool"
-        yield from self._needed(off, what, needed)
-        if self.teacher.words:
-            what = "words as teacher exclude a second teacher and label texts as queries"
-            yield from self._needed(off, what, {"teacher.bundle": "", "pool.gandalf": False})
-
-    def _mixup(self) -> Iterator[Conflict]:
-        off = 'loss.mixup: "none"'
-        if self.run.devices > 1:
-            yield Conflict(
-                "loss.mixup run.devices",
-                "MixUp requires a single device",
-                f"run.devices: 1, or {off}",
-            )
-        if self.loss.mixup == "labels" and self.model.heads == "clf":
-            yield Conflict(
-                "loss.mixup model.heads",
-                "a classifier alone encodes no label texts to mix with",
-                f"model.heads: both, or {off}",
-            )
-        if self.model.heads != "de" and self.loss.clf == "bce" and self.pool.clf_labels != "pool":
-            yield Conflict(
-                "loss.mixup loss.clf pool.clf_labels",
-                "the chunked loss over all labels does not support MixUp",
-                f"pool.clf_labels: pool, or {off}",
-            )
-
-    def _operations(self) -> Iterator[Conflict]:
+    def _source(self) -> Iterator[Conflict]:
         source = self.source
         copied = {
             "folder": [source.path],
@@ -352,12 +167,27 @@ class Params(Section):
                 "the fetched data would overwrite its own source",
                 "data.path: a different folder",
             )
-        if self.retrain.start == "warm" and self.encoder.start:
-            yield Conflict(
-                "retrain.start encoder.start",
-                "training cannot start from two models, the champion and encoder.start",
-                'retrain.start: auto or cold, or encoder.start: ""',
-            )
+
+
+@functools.cache
+def _requirements() -> list[dict[str, Any]]:
+    """The rules of requirements.yaml."""
+    import yaml
+
+    text = (resources.files(__package__) / "requirements.yaml").read_bytes()
+    return list(yaml.load(text, yaml.CSafeLoader))
+
+
+def _has(value: Any, wanted: Any) -> bool:
+    """Whether a value is as a rule says; None: anything but 0, false and nothing."""
+    if wanted is None:
+        return bool(value)
+    return value in wanted if isinstance(wanted, list) else bool(value == wanted)
+
+
+def _in_words(wanted: Any) -> str:
+    values = wanted if isinstance(wanted, list) else [wanted]
+    return " or ".join(map(json.dumps, values))
 
 
 RESULTS: tuple[Result, ...] = (

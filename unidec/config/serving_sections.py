@@ -78,16 +78,6 @@ class Index(Section):
             IndexSpec.parse(self.factory, self.search)
         except ConfigError as error:
             yield Conflict(str(error.where), error.what, str(error.expected))
-        if self.fuses and self.knn_by != "words":
-            yield Conflict(
-                "index.fusion index.knn_by",
-                "the fusion requires the votes by words",
-                "index.knn_by: words, or index.fusion: false",
-            )
-        if self.knn_head and not self.fuses:
-            yield Conflict(
-                "index.knn_head index.fusion", "only the fusion uses it", "index.knn_head: 0"
-            )
 
     @property
     def fuses(self) -> bool:

@@ -101,41 +101,11 @@ class Encoder(Section):
         return self.trainable_layers == 0 or self.kind != "transformer"
 
     def conflicts(self) -> Iterator[Conflict]:
-        is_plain = self.trainable_layers == 0 and self.pooling in ("auto", "mean")
-        is_plain &= self.width == 0
-        is_plain &= {self.query_prompt, self.label_prompt} <= {"auto", ""}
-        if not (self.has_transformer or is_plain):
-            yield Conflict(
-                "encoder.trainable_layers encoder.pooling encoder.width encoder.query_prompt "
-                "encoder.label_prompt encoder.kind",
-                "there is no transformer: trainable layers, pooling, width and prompts have no "
-                "effect",
-                "encoder.kind: both, or encoder.trainable_layers: 0, encoder.width: 0, and pooling "
-                "and prompts: auto",
-            )
-        if self.kind != "both" and self.transformer_tokens:
-            yield Conflict(
-                "encoder.transformer_tokens encoder.kind",
-                "a limit for the transformer alone requires encoder.kind: both",
-                "tokens.max_length, which limits every encoder, or encoder.kind: both",
-            )
-        if self.kind == "inception" and (self.bag_words or self.bag_head):
-            yield Conflict(
-                "encoder.bag_words encoder.bag_head encoder.kind",
-                "inception reads tokens only",
-                "encoder.bag_words: 0 and encoder.bag_head: 0, or encoder.kind: bag",
-            )
         if self.lora.get("rank") and (not self.has_transformer or self.trainable_layers == 0):
             yield Conflict(
                 "encoder.lora encoder.trainable_layers encoder.kind",
                 "adapters belong to the trainable layers of a transformer, and there are none",
                 "encoder.trainable_layers: -1, or encoder.lora: {}",
-            )
-        if self.frozen and self.trainable_layers != 0:
-            yield Conflict(
-                "encoder.frozen encoder.trainable_layers",
-                "a frozen encoder has no layers to train",
-                "encoder.trainable_layers: 0, or encoder.frozen: false",
             )
 
 
@@ -262,12 +232,6 @@ class Pool(Section):
                 "pool.start_epoch pool.refresh",
                 "clusters and hard negatives begin with a refresh",
                 f"pool.start_epoch: {epochs} or {epochs + self.refresh}",
-            )
-        if self.gandalf_rows != "all" and not self.gandalf:
-            yield Conflict(
-                "pool.gandalf_rows pool.gandalf",
-                "label texts are not used as training queries",
-                "pool.gandalf: true, or pool.gandalf_rows: all",
             )
         if 0 < self.size < self.batch_size:
             yield Conflict(
