@@ -124,7 +124,7 @@ class Params(Section):
             if not all(_has(values[key], wanted) for key, wanted in given.items()):
                 continue
             option = next(iter(given))
-            off = f"{option}: {json.dumps(_defaults()[option])}"
+            off = f"{option}: {_in_words(_defaults()[option])}"
             for key, needed in rule["needs"].items():
                 example = _in_words(needed)
                 if isinstance(needed, dict):
@@ -186,8 +186,10 @@ def _has(value: Any, wanted: Any) -> bool:
 
 
 def _in_words(wanted: Any) -> str:
-    values = wanted if isinstance(wanted, list) else [wanted]
-    return " or ".join(map(json.dumps, values))
+    """A value, or one of several, as params.yaml has it."""
+    if isinstance(wanted, list) and wanted:
+        return " or ".join(map(_in_words, wanted))
+    return wanted if wanted and isinstance(wanted, str) else json.dumps(wanted)
 
 
 RESULTS: tuple[Result, ...] = (

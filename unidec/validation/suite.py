@@ -13,9 +13,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from importlib import resources
 from typing import Any
 
-import numpy as np
+import yaml
 
 from unidec.config import Validation
 from unidec.data.database import Database, database, one_row
@@ -36,7 +37,6 @@ from unidec.validation.facts import (
 MAX_SAMPLES = 20
 MULTILINGUAL = "sentence-transformers/paraphrase-multilingual-MiniLM-L12-v2"
 SHOWN_CHARS = 200  # length to which the text of a sample is cut
-LARGEST_RELEVANCE = float(np.finfo(np.float32).max)
 TABLES = ("queries", "labels", "pairs")
 Places = dict[str, str]
 """`file:line` by uid."""
@@ -66,96 +66,10 @@ class Check:
     warned_share: float = 0.0
 
 
-CHECKS = (
-    *(
-        check
-        for table, one in (("queries", "a query"), ("labels", "a label"))
-        for check in (
-            Check(table=table, column="uid", what="empty uids", bad="uid = ''"),
-            Check(
-                table=table,
-                column="uid",
-                what="uids that occur twice",
-                bad=f"uid IN (SELECT uid FROM {table} GROUP BY uid HAVING count(*) > 1)",
-            ),
-            Check(
-                key="empty_texts",
-                table=table,
-                column="text_length",
-                what="empty texts",
-                bad="text_length = 0",
-            ),
-            Check(
-                key="unknown_tokens",
-                table=table,
-                column="unknown_tokens",
-                what=f"tokens of {one} that the tokenizer does not know",
-                bad="unknown_tokens",
-                mean=True,
-                warned_share=0.01,
-            ),
-        )
-    ),
-    Check(
-        key="test_texts_in_train",
-        table="queries",
-        column="text_in_train",
-        what="test queries with the text of a training query (leak)",
-        bad="text_in_train = 1",
-    ),
-    Check(
-        key="queries_without_positives",
-        table="queries",
-        column="num_positives",
-        what="queries without positives",
-        bad="num_positives = 0",
-    ),
-    Check(
-        key="labels_without_training_points",
-        table="labels",
-        column="num_train_queries",
-        what="labels without training queries",
-        bad="num_train_queries = 0",
-        warned_share=0.1,
-    ),
-    Check(
-        key="label_texts_given_twice",
-        table="labels",
-        column="labels_with_this_text",
-        what="labels with the text of another label",
-        bad="labels_with_this_text > 1",
-        warned_share=0.01,
-    ),
-    Check(
-        key="label_texts_given_twice",
-        table="labels",
-        column="labels_with_these_tokens",
-        what="labels with another text, but the same tokens, as another label",
-        bad="labels_with_these_tokens > 0",
-        warned_share=0.01,
-    ),
-    Check(
-        table="pairs",
-        column="relevance",
-        what="pairs whose relevance is not a positive, finite number",
-        bad=f"NOT (relevance > 0 AND relevance <= {LARGEST_RELEVANCE})",
-    ),
-    Check(
-        table="pairs",
-        column="label",
-        what="pairs that occur twice",
-        bad="(query, label) IN "
-        "(SELECT (query, label) FROM pairs GROUP BY query, label HAVING count(*) > 1)",
-    ),
-    Check(
-        key="filtered_positives",
-        table="pairs",
-        column="filtered",
-        what="positives that are also filter pairs",
-        bad="filtered",
-        warned_share=0.01,
-    ),
-)
+CHECKS = [
+    Check(**check)
+    for check in yaml.safe_load((resources.files(__package__) / "checks.yaml").read_bytes())
+]
 OF_TOKENS = ("unknown_tokens", "labels_with_these_tokens")  # columns that need a tokenizer
 
 
