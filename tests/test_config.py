@@ -38,6 +38,9 @@ def test_every_shipped_recipe_loads_with_the_shipped_file() -> None:
         params = config.load_params(ROOT / "params.yaml", {"recipe": name})
         assert params.recipe == name
         assert params.data.path == "data/raw/lf-debian"
+        # YAML 1.1 and 1.2 read it alike
+        path = ROOT / f"unidec/recipes/{name}.yaml"
+        assert config.packaged(f"recipes/{name}.yaml") == read_yaml(path)[0]
     assert config.load_params(ROOT / "params.yaml", {"recipe": "depsl"}).model.heads == "de"
     assert (
         config.load_params(ROOT / "params.yaml", {"recipe": "unidec-gpu"}).encoder.trainable_layers

@@ -22,9 +22,8 @@ from helpers.tiny_training import TINY
 
 from unidec import pipeline
 from unidec.comparison import cell, results, workspace
-from unidec.comparison.comparison_file import flat
 from unidec.comparison.workspace import Comparison, Step, load_comparison
-from unidec.config import nested
+from unidec.config import by_key_path, nested
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import write_json
 from unidec.errors import ArtifactError, TrainingError
@@ -302,7 +301,7 @@ def test_the_figures_beside_the_page(project: SimpleNamespace) -> None:
         assert entry["commits"] == [own["lineage"].get("commit", "")]
         assert entry["settings"] == project.comparison.jobs[f"d/{name}/0"].settings
         assert found["data"][entry["data"]]["sha256"] == own["dataset"]["sha256"]
-    assert found["common"] == flat(project.comparison.file.common)
+    assert found["common"] == by_key_path(project.comparison.file.common)
     minutes, percent = cells["first"]["curve"][-1]
     last = result(project, "first")["curve"][-1]
     assert minutes == round(last["work_seconds"] / 60, 3)

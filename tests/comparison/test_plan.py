@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from unidec.comparison.comparison_file import flat
 from unidec.comparison.jobs import slug
 from unidec.comparison.workspace import Comparison, load_comparison, select
-from unidec.config import Params, load_params, nested, recipe_names
+from unidec.config import Params, by_key_path, load_params, nested, recipe_names
 from unidec.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -169,7 +168,7 @@ def test_set_from_the_command_line_goes_over_everything(write: Write) -> None:
 
 
 def test_overrides_nested_or_by_key_path() -> None:
-    assert flat({"pool": {"beta": 2}, "pool.eta": 1, "loss": {}, "optim": None}) == {
+    assert by_key_path({"pool": {"beta": 2}, "pool.eta": 1, "loss": {}, "optim": None}) == {
         "pool.beta": 2,
         "pool.eta": 1,
     }

@@ -65,7 +65,13 @@ class Trainings:
         self.stops: threading.Event | None = None
         self.fails: Callable[[Params], bool] = lambda params: False
 
-    def __call__(self, step: Step, environment: dict[str, str], stopping: threading.Event) -> None:
+    def __call__(
+        self,
+        step: Step,
+        environment: dict[str, str],
+        stopping: threading.Event,
+        is_enough: Callable[[], bool],
+    ) -> bool:
         self.tags.append(json.loads(environment["UNIDEC_RUN_TAGS"]))
         step.folder.mkdir(parents=True, exist_ok=True)
         result = {
@@ -77,7 +83,7 @@ class Trainings:
             (step.folder / "data").mkdir()
             (step.folder / "data" / "dataset").symlink_to(self.dataset.path)
             write_json(step.folder / "result.json", result)
-            return
+            return False
         params = Params.model_validate(step.spec["params"])
         self.trained.append((params.optim.lr_bag, params.model.dropout, params.pool.beta))
         if self.fails(params):
@@ -101,12 +107,15 @@ class Trainings:
                     os.kill(os.getpid(), signal.SIGTERM)
                 else:
                     self.stops.set()
-                assert stopping.wait(30)
+                assert stopping.is_set()
                 raise TrainingError("stopped", where=step.name)
+            if is_enough():
+                return True
         if step.spec["keep"]:
             (step.folder / "outputs" / "model").mkdir(parents=True)
             write_json(step.folder / "outputs" / "model" / "manifest.json", {})
         write_json(step.folder / "result.json", result)
+        return False
 
 
 @pytest.fixture
@@ -130,7 +139,6 @@ def trainings(
     """In place of child processes."""
     fake = Trainings(tiny_dataset)
     monkeypatch.setattr(trials, "run_step", fake)
-    monkeypatch.setattr(trials, "POLL_S", 0.001)
     return fake
 
 
@@ -417,13 +425,14 @@ def test_real_trainings(project: Params, tmp_path: Path, monkeypatch: pytest.Mon
     split is measured.
     """
 
-    def run_here(step: Step, environment: dict[str, str], stopping: threading.Event) -> None:
+    def run_here(step: Step, *_: object) -> bool:
         step.folder.mkdir(parents=True, exist_ok=True)
         write_json(step.folder / "cell.json", dict(step.spec))
         try:
             assert cell.main(str(step.folder)) == 0, step.failure()
         finally:
             os.chdir(tmp_path)
+        return False
 
     monkeypatch.setattr(trials, "run_step", run_here)
     found = tune.tune(project, "space.yaml", 3, "R@10", tmp_path / "search")

@@ -42,7 +42,7 @@ def params(tiny_encoder: Callable[[str], Path]) -> Callable[..., Params]:
 
 
 def test_every_known_architecture_is_tested() -> None:
-    assert {name for name, _, _ in KNOWN} == {tiny.model_type for tiny in ARCHITECTURES.values()}
+    assert set(KNOWN) == {tiny.model_type for tiny in ARCHITECTURES.values()}
 
 
 @pytest.mark.parametrize("name", ["bert", "xlm-roberta", "qwen3"])

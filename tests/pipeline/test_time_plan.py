@@ -23,7 +23,7 @@ def test_the_figures_are_those_of_the_result_files():
     results = [json.loads((RESULTS / f"scale_run_{k}.json").read_text()) for k in (5, 6, 7)]
     assert tuple(result["size"]["labels"] for result in results) == MEASURED
     cells = [result["cells"] for result in results]
-    stages = {stage.name: stage.seconds for stage in STAGES}
+    stages = {stage.name: tuple(stage.seconds) for stage in STAGES}
     for name in ("ingest", "validate", "tokens", "index"):
         assert stages[name] == tuple(cell[name]["seconds"] for cell in cells)
     # a tenth of the queries were predicted

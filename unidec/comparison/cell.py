@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,17 @@ TIMED_QUERIES = 512  # queries whose prediction is timed
 TIMED_K = 10
 
 
-def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Event) -> None:
-    """Run a step in its own process group, and wait for it; `stopping` ends it with a checkpoint.
+def run_step(
+    step: Step,
+    environment: Mapping[str, str],
+    stopping: threading.Event,
+    is_enough: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Run a step in its own process group, and wait for it; `stopping` ends it with a checkpoint,
+    and so does `is_enough`, which is called again and again.
+
+    Returns:
+        whether `is_enough` ended it.
 
     Raises:
         TrainingError: with the reason, which is also in failure.json.
@@ -74,11 +83,18 @@ def run_step(step: Step, environment: Mapping[str, str], stopping: threading.Eve
             got=error,
             fix="make its folder writable, free memory or disk space, then run it again",
         ) from error
-    while (code := process.poll()) is None:
-        if stopping.wait(POLL_S):
-            _end(process)
+    try:
+        while (code := process.poll()) is None:
+            if stopping.wait(POLL_S):
+                _end(process)
+            elif is_enough():
+                _end(process)
+                return True
+    except BaseException:  # a signal
+        _end(process)
+        raise
     if code == 0 and step.result() is not None:
-        return
+        return False
     reason = step.failure()
     if not reason:
         how = f"exit code {code}"

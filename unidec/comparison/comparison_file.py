@@ -7,7 +7,6 @@ or `pool.beta: 2`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -194,17 +193,3 @@ def _explain(detail: ErrorDetails, origin: dict[str, str]) -> str:
         path.pop()
     where = {key: origin[".".join(path)]} if path else {}
     return problem(key, what, got, valid_values(detail), where)
-
-
-def flat(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"pool": {"beta": 2}, "pool.eta": 1}` -> `{"pool.beta": 2, "pool.eta": 1}`; empty sections
-    are dropped.
-    """
-    found: dict[str, Any] = {}
-    for key, value in overrides.items():
-        if isinstance(value, dict):
-            for name, leaf in flat(value).items():
-                found[f"{key}.{name}"] = leaf
-        elif value is not None or "." in key:
-            found[key] = value
-    return found

@@ -17,7 +17,6 @@ from unidec.comparison.comparison_file import (
     DataEntry,
     Overrides,
     TuningEntry,
-    flat,
 )
 from unidec.comparison.peers import PEERS
 from unidec.comparison.tuning_space import RATES, applied, problems_of, unchanged
@@ -25,6 +24,7 @@ from unidec.config import (
     Params,
     ParamsError,
     build_params,
+    by_key_path,
     nearest,
     problem,
     recipe_names,
@@ -83,7 +83,7 @@ def slug(name: str) -> str:
 def in_words(trial: Mapping[str, Any]) -> str:
     """{"lr": 2, "pool.beta": 3} -> "lr=2, pool.beta=3"; "" for the cell as it is."""
     words = []
-    for key, value in flat(trial).items():
+    for key, value in trial.items():
         figure = f"{value:.4g}" if isinstance(value, float) else value
         if (key, value) != (RATES, 1):
             words.append(f"{key}={figure}")
@@ -237,7 +237,7 @@ class Planner:
             if not Path(entry.path).is_dir():
                 expected = "a folder, relative to the working folder"
                 self._add(f"{where}.path", "no such folder", entry.path, expected)
-            for key in flat(entry.set):
+            for key in by_key_path(entry.set):
                 section = key.partition(".")[0]
                 if key == "data.path" or (section in ALIKE and section != "data"):
                     expected = "path, text and max_length beside `set`"
@@ -272,7 +272,7 @@ class Planner:
         if cell.ranges and ("tuning" not in self.origin or cell.peer or cell.model_of):
             expected = "a recipe cell, and a section `tuning`"
             self._add(f"{where}.ranges", "this cell is not tuned", cell.ranges, expected)
-        for key in flat(cell.set):
+        for key in by_key_path(cell.set):
             section = key.partition(".")[0]
             place = f"{where}.set.{key}"
             if section in ALIKE:
@@ -320,7 +320,7 @@ class Planner:
     def _given(self, section: str, values: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         """Each key of a section with its value and where it was set: "line 3, common"."""
         found = {}
-        for key, value in flat(values).items():
+        for key, value in by_key_path(values).items():
             line = self.origin.get(f"{section}.{key}", self.origin.get(section))
             place = f"{line}, {section}" if line else section
             found[key] = (value, place)

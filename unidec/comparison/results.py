@@ -17,10 +17,10 @@ from zipfile import BadZipFile
 import numpy as np
 from scipy.sparse import csr_matrix
 
-from unidec.comparison.comparison_file import flat
 from unidec.comparison.jobs import Job
 from unidec.comparison.peers import PEERS
 from unidec.comparison.workspace import LOG, PREDICTIONS, SCORES, Comparison, Step
+from unidec.config import by_key_path
 from unidec.data.dataset import XMCDataset
 from unidec.data.propensity import load_propensity
 from unidec.data.storage import load_array, write_bytes_atomic, write_file, write_json
@@ -205,7 +205,7 @@ def page_input(
         contrast_note=NOTE,
         groups=[{"title": title, **group.model_dump()} for title, group in file.groups.items()],
         failures=[_failure(job, comparison) for job in jobs.values() if job.key not in found],
-        common=flat(file.common) | dict(comparison.overrides),
+        common=by_key_path(file.common) | dict(comparison.overrides),
         lineage=_lineage(comparison, found),
     )
 

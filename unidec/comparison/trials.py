@@ -16,18 +16,15 @@ training resumes.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import threading
-import time
-from collections.abc import Collection, Generator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from unidec.comparison.cell import POLL_S, remove_checkpoints, run_step, seconds_of
+from unidec.comparison.cell import remove_checkpoints, run_step, seconds_of
 from unidec.comparison.chosen import Trials
 from unidec.comparison.jobs import Job, in_words
 from unidec.comparison.tuning_space import (
@@ -188,9 +185,7 @@ class Search:
             The best trial; None: no trial ran or finished, or the subject has no best.yaml.
         """
         for step in self.needed:
-            name = "data" if step is self.data else step.name
-            for _ in self._rounds(step, name):
-                pass
+            self._train(step, "data" if step is self.data else step.name)
         folder = self.data.folder / "data" / "dataset"
         dataset = XMCDataset.open(folder, verify=False)
         if not len(dataset.rows("validation")):
@@ -220,26 +215,27 @@ class Search:
         returns its epochs.
         """
         trial = self._draw(number)
-        lines: list[dict[str, Any]] = []
-        epoch = 0
+        name = f"trial {number}"
+        lines: list[dict[str, Any]] = []  # of the rounds that Optuna knows
         state = self.states.COMPLETE
-        value = None
         failed = ""
+
+        def is_pruned() -> bool:
+            """Report new rounds to Optuna until it prunes the trial."""
+            for line in _rounds(step)[len(lines) :]:
+                bar.update(line["epoch"] - (lines[-1]["epoch"] if lines else 0))
+                lines.append(line)
+                value = line["validation"][self.metric]
+                figure = f"{self.metric} {value:.2f}"
+                bar.note(f"{self.subject.name}, {name}: {figure} after epoch {line['epoch']}")
+                if self._prunes(trial, value, line):
+                    return True
+            return False
+
         try:
             _, step = self._steps(trial.params)
-            name = f"trial {number}"
-            with contextlib.closing(self._rounds(step, name)) as rounds:
-                for line in rounds:
-                    bar.update(line["epoch"] - epoch)
-                    lines.append(line)
-                    epoch = line["epoch"]
-                    value = line["validation"][self.metric]
-                    figure = f"{self.metric} {value:.2f}"
-                    bar.note(f"{self.subject.name}, {name}: {figure} after epoch {epoch}")
-                    if self._prunes(trial, value, line):
-                        state = self.states.PRUNED
-                        break
-            if state == self.states.PRUNED:
+            if self._train(step, name, is_pruned):
+                state = self.states.PRUNED
                 self._end_pruned(step, len(lines))
         except UnidecError as error:
             if self.stopping.is_set() or (number == 0 and self._starts_unchanged):
@@ -252,8 +248,10 @@ class Search:
             if failed:
                 trial.set_user_attr("failed", failed)
             finished = state == self.states.COMPLETE
-            self.study.tell(trial, value if finished else None, state)
-        return epoch
+            self.study.tell(
+                trial, lines[-1]["validation"][self.metric] if finished else None, state
+            )
+        return lines[-1]["epoch"] if lines else 0
 
     def _prunes(self, trial: Any, value: float, line: Mapping[str, Any]) -> bool:
         """Report a round to Optuna; returns whether Optuna ends the trial after it."""
@@ -297,10 +295,9 @@ class Search:
         steps = with_needed(steps_of(jobs, self.subject.workspace), [job.key])
         return steps[:-1], steps[-1]
 
-    def _rounds(self, step: Step, name: str) -> Generator[dict[str, Any], None, None]:
-        """Run a step in a child process, and yield the record of each round as soon as it is
-        written, after the records of an interrupted attempt. Closing the generator early stops the
-        child, which writes a checkpoint.
+    def _train(self, step: Step, name: str, is_enough: Callable[[], bool] = lambda: False) -> bool:
+        """Run a step in a child process, if it has no result yet. Returns whether `is_enough` ended
+        it, by what it has written so far.
         """
         subject = self.subject
         tags = run_tags() | {"tuning": subject.name}
@@ -309,31 +306,9 @@ class Search:
             tags["mlflow.parentRunId"] = self.tracker.run_id
         environment = {"MLFLOW_TRACKING_URI": tracking_uri(), **subject.environment}
         environment[RUN_TAGS] = json.dumps(tags | dict(subject.tags))
-        ending = threading.Event()
-        seen = 0
-        with ThreadPoolExecutor(1) as pool:
-            try:
-                work = None if step.is_done() else pool.submit(run_step, step, environment, ending)
-                while True:
-                    ended = work is None or work.done()  # before the last look at the records
-                    lines: list[dict[str, Any]] = []
-                    for file in step.folder.glob("runs/*/rounds.jsonl"):
-                        lines += read_json_lines(file)
-                    yield from lines[seen:]
-                    seen = max(seen, len(lines))
-                    if self.stopping.is_set():
-                        raise TrainingError(
-                            "the search is being stopped",
-                            where=step.name,
-                            fix="run it again to resume",
-                        )
-                    if ended:
-                        break
-                    time.sleep(POLL_S)
-                if work is not None:
-                    work.result()
-            finally:
-                ending.set()
+        if not step.is_done() and run_step(step, environment, self.stopping, is_enough):
+            return True
+        return is_enough()
 
     def _end_pruned(self, step: Step, number: int) -> None:
         """End the MLflow run of a pruned trial as FINISHED; its training is not resumed."""
@@ -417,3 +392,9 @@ class Search:
             best=str(path),
             table=str(table),
         )
+
+
+def _rounds(step: Step) -> list[dict[str, Any]]:
+    """Records of the rounds of a training, also of an interrupted attempt."""
+    files = step.folder.glob("runs/*/rounds.jsonl")
+    return [line for file in files for line in read_json_lines(file)]

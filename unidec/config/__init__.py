@@ -9,6 +9,7 @@ from unidec.config.load import (
     MEANT,
     ParamsError,
     build_params,
+    by_key_path,
     describe,
     fingerprint,
     flatten,
@@ -37,7 +38,7 @@ from unidec.config.params import (
     value_at,
     what_decides,
 )
-from unidec.config.section import Conflict, Count, Result, Section, Seed
+from unidec.config.section import Conflict, Count, Result, Section, Seed, packaged
 from unidec.config.serving_sections import Drift, Gate, Index, Retrain, Serve, Tracking
 from unidec.config.training_sections import (
     Encoder,

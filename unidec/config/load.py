@@ -6,9 +6,7 @@ key."""
 
 from __future__ import annotations
 
-import copy
 import difflib
-import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -24,7 +22,7 @@ from ruamel.yaml.nodes import MappingNode, Node
 
 from unidec.addresses import secrets_of_environment, without_credentials
 from unidec.config.params import Params, leaves, nested, what_decides
-from unidec.config.section import Section
+from unidec.config.section import Section, packaged
 from unidec.errors import ConfigError
 
 _PATTERNS = {  # of the sections, in words
@@ -38,7 +36,6 @@ MEANT = {("data.format", kind): "tables" for kind in ("csv", "tsv", "jsonl", "pa
 other.
 """
 
-_RECIPES = resources.files("unidec") / "recipes"
 KeyPath = tuple[str, ...]
 
 
@@ -98,14 +95,11 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
             got=type(value).__name__,
             expected="key: value",
         )
-    return copy.deepcopy(value) or {}, dict(lines)
+    return value or {}, lines
 
 
-@functools.lru_cache(maxsize=64)
 def _read(text: str) -> tuple[Any, dict[KeyPath, int]]:
-    """What a YAML text says, and its lines. A comparison reads the same recipes hundreds of times,
-    and ruamel.yaml takes a tenth of a second for one.
-    """
+    """What a YAML text says, and its lines."""
     yaml = YAML(typ="safe", pure=True)
     node = yaml.compose(text)
     value = {} if node is None else yaml.constructor.construct_document(node)
@@ -168,7 +162,7 @@ def known_keys() -> list[str]:
 
 def recipe_names() -> list[str]:
     """Names of the shipped recipes."""
-    files = [entry.name for entry in _RECIPES.iterdir()]
+    files = [entry.name for entry in (resources.files("unidec") / "recipes").iterdir()]
     return sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml"))
 
 
@@ -194,7 +188,7 @@ def load_params(
     raw, lines = read_yaml(Path(path))
     origin = origins(lines)
     origin |= dict.fromkeys(overrides, "--set")
-    return build_params(_given(raw) | dict(overrides), origin, str(path))
+    return build_params(by_key_path(raw) | dict(overrides), origin, str(path))
 
 
 def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) -> Params:
@@ -212,8 +206,7 @@ def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) 
     recipe = values.get("recipe")
     names = recipe_names()
     if recipe in names:
-        with resources.as_file(_RECIPES / f"{recipe}.yaml") as path:
-            values = _given(read_yaml(path)[0]) | dict(values)
+        values = by_key_path(packaged(f"recipes/{recipe}.yaml")) | dict(values)
     elif isinstance(recipe, str):
         expected = f"one of {', '.join(names)}"
         near = nearest(recipe, names)
@@ -334,24 +327,24 @@ def _section(name: str) -> type[Section] | None:
     return type(field.default) if field is not None and isinstance(field.default, Section) else None
 
 
-def _given(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A file's values by key path, without keys and sections that have no value; unknown keys are
-    kept.
+def by_key_path(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by key path, which may be nested as in params.yaml: `{"pool": {"beta": 2}}`. Keys and
+    sections without a value are left out, unknown keys are kept.
 
     params.yaml lists keys without a value so that `dvc exp run --set-param` finds them.
     """
-    given: dict[str, Any] = {}
-    for name, value in raw.items():
+    found: dict[str, Any] = {}
+    for name, value in values.items():
         section = _section(name)
         if section is None:
-            given[str(name)] = value
+            found[str(name)] = value
         elif isinstance(value, dict):
             for key, leaf in value.items():
                 if leaf is not None or key not in section.model_fields:
-                    given[f"{name}.{key}"] = leaf
+                    found[f"{name}.{key}"] = leaf
         elif value is not None:
-            given[name] = value
-    return given
+            found[name] = value
+    return found
 
 
 def _wrong_values(error: ValidationError, origin: dict[str, str]) -> dict[str, str]:

@@ -9,13 +9,12 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from unidec.config.data_sections import Data, LabelGraph, RawBounds, Source, Tokens, Validation
 from unidec.config.optim_sections import Optim, Run, Warm
-from unidec.config.section import Conflict, Decides, Result, Section, Seed
+from unidec.config.section import Conflict, Decides, Result, Section, Seed, packaged
 from unidec.config.serving_sections import Drift, Gate, Index, Retrain, Serve, Tracking
 from unidec.config.training_sections import (
     Encoder,
@@ -106,9 +105,9 @@ class Params(Section):
                 yield from section.conflicts()
         yield from self._unmet()
         yield from self._widths()
-        heads = ("de", "clf") if self.model.heads == "both" else (self.model.heads,)
-        is_used = "softtopk" in [getattr(self.loss, head) for head in heads]
-        if is_used and 0 < self.pool.size <= self.loss.topk:
+        unused = {"de": "clf", "clf": "de", "both": ""}[self.model.heads]
+        losses = {"de": self.loss.de, "clf": self.loss.clf} | {unused: ""}
+        if "softtopk" in losses.values() and 0 < self.pool.size <= self.loss.topk:
             yield Conflict(
                 "loss.topk pool.size",
                 "the pool has at most k labels, so the soft top-k loss learns nothing",
@@ -119,7 +118,7 @@ class Params(Section):
     def _unmet(self) -> Iterator[Conflict]:
         """Values that are not those that others require (requirements.yaml)."""
         values = dict(leaves(self))
-        for rule in _requirements():
+        for rule in packaged("config/requirements.yaml"):
             given = rule["with"]
             if not all(_has(values[key], wanted) for key, wanted in given.items()):
                 continue
@@ -167,15 +166,6 @@ class Params(Section):
                 "the fetched data would overwrite its own source",
                 "data.path: a different folder",
             )
-
-
-@functools.cache
-def _requirements() -> list[dict[str, Any]]:
-    """The rules of requirements.yaml."""
-    import yaml
-
-    text = (resources.files(__package__) / "requirements.yaml").read_bytes()
-    return list(yaml.load(text, yaml.CSafeLoader))
 
 
 def _has(value: Any, wanted: Any) -> bool:

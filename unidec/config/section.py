@@ -3,8 +3,10 @@ decide, and in a docstring below each its description; and conflicts of values."
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from importlib import resources
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -29,6 +31,17 @@ Result = Literal[
 """What a parameter decides, in the order of the pipeline: the data set, whether its checks pass,
 the token caches, propensities of labels, label graph, trained model, bundle, metrics; or only where
 and how something runs ("operation"). """
+
+
+@functools.cache
+def packaged(file: str) -> Any:
+    """The content of a YAML file of this package, such as "config/requirements.yaml"; not to be
+    changed.
+    """
+    import yaml
+
+    text = (resources.files("unidec") / file).read_bytes()
+    return yaml.load(text, yaml.CSafeLoader)
 
 
 class Decides:

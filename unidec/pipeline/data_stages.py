@@ -173,8 +173,7 @@ def checked_encoder(params: Params) -> Path:
         from unidec.model.encoder import transformer_config  # imports torch
 
         transformer_config(folder)
-    tested = [name for name, _, _ in ARCHITECTURES]
-    if config.get("model_type") not in tested:
+    if config.get("model_type") not in ARCHITECTURES:
         log.warning("%s is not among the tested architectures (unidec encoders)", folder)
     if 4 * num_weights(folder) > MAX_BYTES:
         log.warning("%s is too large for an ONNX file: torch will encode queries", folder)

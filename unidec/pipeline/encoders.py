@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from unidec.config import Encoder, Params
+from unidec.config import Encoder, Params, packaged
 from unidec.data.storage import read_json
 from unidec.errors import UnidecError
 from unidec.model.encoder_folder import (
@@ -26,26 +26,8 @@ from unidec.pipeline import paths
 
 NUM_TEXTS = 64
 SAMPLE = ("a red bicycle with two wheels", "how to install a printer", "history of the river")
-# model_type in config.json, example encoders, and the tokens that a token attends to; each is
-# compared with sentence-transformers by tests/model/test_architectures.py
-ARCHITECTURES = (
-    ("bert", "all-MiniLM, BGE, E5, GTE", "all tokens"),
-    ("roberta", "all-roberta-large", "all tokens"),
-    ("xlm-roberta", "multilingual E5, BGE-M3 (dense)", "all tokens"),
-    ("mpnet", "all-mpnet-base-v2", "all tokens"),
-    ("distilbert", "msmarco-distilbert", "all tokens"),
-    ("deberta-v2", "mDeBERTa", "all tokens"),
-    ("modernbert", "GTE ModernBERT, Nomic ModernBERT", "all tokens; a window in most layers"),
-    ("nomic_bert", "nomic-embed-text", "all tokens"),
-    ("qwen3", "Qwen3-Embedding", "causal"),
-    ("gemma3_text", "EmbeddingGemma", "all tokens or causal, set in config.json"),
-    ("t5", "sentence-t5, GTR", "all tokens (encoder only)"),
-)
-# prompts (queries, labels) of encoders whose folders do not contain them
-KNOWN_PROMPTS = {
-    "intfloat/e5-*, intfloat/multilingual-e5-*": ("query: ", "passage: "),
-    "BAAI/bge-*-en-v1.5": ("Represent this sentence for searching relevant passages: ", ""),
-}
+KNOWN: dict[str, Any] = packaged("pipeline/encoders.yaml")
+ARCHITECTURES = [known["architecture"] for known in KNOWN["architectures"]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,15 +64,9 @@ class AboutEncoder:
 def known_encoders() -> dict[str, Any]:
     """Known architectures, poolings, prompts and packaged weights."""
     return {
-        "architectures": [
-            {"architecture": name, "examples": examples, "attention": attention}
-            for name, examples, attention in ARCHITECTURES
-        ],
+        "architectures": KNOWN["architectures"],
         "poolings": list(FROM_HERE),
-        "prompts": {
-            names: {"query_prompt": query, "label_prompt": label}
-            for names, (query, label) in KNOWN_PROMPTS.items()
-        },
+        "prompts": KNOWN["prompts"],
         "packaged": list(PACKAGED),
     }
 

@@ -21,7 +21,7 @@ import psutil
 import torch
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from unidec.config import Params, with_settings
+from unidec.config import Params, packaged, with_settings
 from unidec.config.index_spec import COMPRESSED, IndexSpec
 from unidec.data.chunks import CHUNK_TEXTS, LONG
 from unidec.data.storage import folder_bytes
@@ -74,21 +74,7 @@ _POINTS = {True: 1 << 20, False: 1 << 16}
 _NAME_BYTES = 32  # offsets and uid of a label's text; its characters are estimated at 8 a token
 # of texts whose words are compared; measured with 10^6 queries and labels (results/scale.md)
 _TOKEN_BYTES = 90
-# in the order in which they are tried: first settings that do not change what is learnt, then lower
-# precision, then less data
-REMEDIES: tuple[Settings, ...] = (
-    {"run.recompute": True},
-    {"optim.encode_chunk": 256},
-    {"run.table_place": "host"},
-    {"run.table_place": "disk"},
-    {"model.clf_dtype": "bf16"},
-    {"optim.clf_state": "adagrad"},
-    {"optim.clf_state": "sgd"},
-    {"pool.clf_labels": "pool"},
-    {"pool.de_labels": "pool"},
-    {"tokens.max_length": 32},
-    {"index.knn_weight": 0, "index.fusion": False},
-)
+REMEDIES: list[Settings] = packaged("pipeline/plan.yaml")["remedies"]
 
 
 @dataclass(frozen=True)
@@ -453,18 +439,20 @@ def plan_command(
     GPU with this memory, such as "16GiB", or (None) this machine. `machines`: also the time on so
     many machines.
     """
-    sizes = Sizes.given(labels, queries, tokens) if labels and queries and tokens else None
-    if sizes is None and (labels or queries or tokens):
+    if labels and queries and tokens:
+        sizes = Sizes.given(labels, queries, tokens)
+    elif labels or queries or tokens:
         raise ConfigError(
             "sizes are missing",
             where="unidec plan",
             expected="all of --labels, --queries and --tokens",
         )
+    else:
+        params = effective(params)
+        sizes = stored_sizes(params)
     free: Free = {"device": _bytes_of(device)} if device else {}
-    plan = plan_memory(params if sizes else effective(params), sizes, free)
-    if machines is None:
-        return plan
-    return replace(plan, times=plan_time(sizes or stored_sizes(params), machines))
+    times = plan_time(sizes, machines) if machines else ()
+    return replace(plan_memory(params, sizes, free), times=times)
 
 
 def _bytes_of(size: str) -> int:

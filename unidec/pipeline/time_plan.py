@@ -9,11 +9,13 @@ steps, whose pools of labels keep their size.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from unidec.config import packaged
 from unidec.pipeline.data_sizes import Sizes
 
 Rows = Literal["queries", "labels", "texts"]
@@ -31,23 +33,12 @@ class Stage:
 
     name: str
     rows: Rows
-    seconds: tuple[float, float, float]
+    seconds: Sequence[float]
     divided: bool = False
     grows: bool = True
 
 
-STAGES = (
-    Stage("ingest", "texts", (1.9, 6.5, 102.5)),
-    Stage("validate", "texts", (8.4, 18.3, 298.1)),
-    Stage("tokens", "texts", (3.4, 27.5, 342.0)),
-    Stage("encode queries", "queries", (0.5, 5.1, 69), divided=True),
-    Stage("encode labels", "labels", (0.4, 4.5, 55), divided=True),
-    Stage("cluster", "queries", (0.8, 13, 212), divided=True),
-    Stage("mine", "queries", (33, 77, 1513), divided=True),
-    Stage("steps of an epoch", "queries", (17, 166, 2790), divided=True, grows=False),
-    Stage("index", "labels", (16.4, 68.3, 1309.9)),
-    Stage("predict all queries", "queries", (25, 270, 11440), divided=True),
-)
+STAGES = [Stage(**stage) for stage in packaged("pipeline/plan.yaml")["stages"]]
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib import resources
 from typing import Any
 
-import yaml
-
-from unidec.config import Validation
+from unidec.config import Validation, packaged
 from unidec.data.database import Database, database, one_row
 from unidec.data.dataset import XMCDataset
 from unidec.data.raw import SPLITS
@@ -66,10 +63,7 @@ class Check:
     warned_share: float = 0.0
 
 
-CHECKS = [
-    Check(**check)
-    for check in yaml.safe_load((resources.files(__package__) / "checks.yaml").read_bytes())
-]
+CHECKS = [Check(**check) for check in packaged("validation/checks.yaml")]
 OF_TOKENS = ("unknown_tokens", "labels_with_these_tokens")  # columns that need a tokenizer
 
 

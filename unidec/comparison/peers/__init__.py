@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from unidec.config import packaged
+
 
 @dataclass(frozen=True)
 class Peer:
@@ -20,36 +22,4 @@ class Peer:
     reads_vectors: bool = False  # text vectors from the model of the cell in `after`
 
 
-PEERS: dict[str, Peer] = {
-    "knn": Peer(
-        "TF-IDF: the 100 nearest training queries vote for their labels with the square of "
-        "their cosine"
-    ),
-    "label-match": Peer("TF-IDF: cosine of the query's and the label's text"),
-    "mix": Peer("kNN votes + 0.5 x label match, each scaled to a row maximum of 1"),
-    "xr-linear": Peer(
-        "PECOS: linear models in a tree over the labels (Yu et al. 2022)", "xr_linear.py"
-    ),
-    "xr-linear-tuned": Peer(
-        "PECOS XR-Linear, the best of eight settings on the validation split", "xr_linear.py"
-    ),
-    "xr-linear-vectors": Peer(
-        "the same on TF-IDF beside text vectors of the cell that it comes after",
-        "xr_linear.py",
-        reads_vectors=True,
-    ),
-    "plt": Peer(
-        "napkinXC: probabilistic label tree, the best of eight settings on the validation split",
-        "label_tree.py",
-    ),
-    "st-static": Peer(
-        "sentence-transformers: bag of the same start token embeddings, trained by MNR with mined "
-        "negatives",
-        "sentence.py",
-    ),
-    "st-transformer": Peer(
-        "sentence-transformers: the same transformer, all layers, trained by MNR with mined "
-        "negatives",
-        "sentence.py",
-    ),
-}
+PEERS = {name: Peer(**peer) for name, peer in packaged("comparison/peers/peers.yaml").items()}
