@@ -198,7 +198,7 @@ SURROGATE = {
 LEVELS = {"model.levels": [8, 2], "model.heads": "clf", "index.space": "clf"}
 CONFLICTING = [
     ("index.space", {"model.heads": "de", "index.space": "clf"}),
-    ("index.space", {"model.heads": "de"}),
+    ("model.heads", {"model.heads": "de"}),
     ("index.space", {"model.heads": "clf", "index.space": "de"}),
     ("encoder.trainable_layers", {"encoder.kind": "bag", "encoder.trainable_layers": 2}),
     ("encoder.pooling", {"encoder.kind": "bag", "encoder.pooling": "cls"}),
@@ -209,22 +209,22 @@ CONFLICTING = [
     ("encoder.bag_words", {"encoder.kind": "inception", "encoder.bag_words": 64}),
     ("encoder.bag_head", {"encoder.kind": "inception", "encoder.bag_head": 4}),
     ("pool.size", {"pool.size": 100, "pool.batch_size": 101}),
-    ("loss.reduction", {"loss.de": "infonce"}),
-    ("loss.reduction", {"loss.clf": "infonce"}),
+    ("loss.de", {"loss.de": "infonce"}),
+    ("loss.clf", {"loss.clf": "infonce"}),
     ("loss.clf_bce", {"loss.clf": "bce", "loss.clf_bce": 0.5}),
     ("run.table_place", {"run.table_place": "host", "pool.clf_labels": "all"}),
     ("run.table_place", {"run.table_place": "disk", "pool.clf_labels": "all"}),
-    ("index.space", {"loss.balance": 1.0}),
+    ("loss.balance", {"loss.balance": 1.0}),
     ("index.space", {"loss.balance": 0.0, "index.space": "de"}),
     ("optim.warmup_epochs", {"optim.epochs": 2, "optim.warmup_epochs": 2.5}),
-    ("optim.clf_state", {"optim.clf_decay": 0.01}),
-    ("optim.patience", {"optim.budget_minutes": 8.0}),
-    ("data.validation_sample", {"optim.patience": 2, "data.validation_share": 0.0}),
+    ("optim.clf_decay", {"optim.clf_decay": 0.01}),
+    ("optim.budget_minutes", {"optim.budget_minutes": 8.0}),
+    ("optim.patience", {"optim.patience": 2, "data.validation_share": 0.0}),
     ("run.table_place", {"run.table_place": "host", "optim.clf_state": "adamw"}),
     ("data.validation_share", {"index.clf_weight": "auto", "data.validation_share": 0.0}),
     ("data.validation_share", {"index.knn_weight": "auto", "data.validation_share": 0.0}),
-    ("loss.de_forward", {"loss.de": "softtopk"}),
-    ("loss.clf_forward", {"loss.clf": "softtopk"}),
+    ("loss.de", {"loss.de": "softtopk"}),
+    ("loss.clf", {"loss.clf": "softtopk"}),
     (
         "loss.topk",
         {"loss.clf": "softtopk", "loss.clf_forward": 1.0, "loss.topk": 512, "pool.size": 512},
@@ -238,10 +238,10 @@ CONFLICTING = [
     ("pool.clf_beta", {"model.clf_residual": True, "pool.clf_beta": 1}),
     ("run.devices", {"model.clf_residual": True, "run.devices": 2}),
     ("model.heads", {"model.auxiliary": 2, "model.heads": "clf", "index.space": "clf"}),
-    ("model.clf_residual", {"model.clf_gates": True}),
-    ("model.clf_residual", {"model.clf_graph": True}),
-    ("model.clf_residual", {"model.clf_queries": 3}),
-    ("model.heads", {"model.clf_queries": 3, "model.clf_residual": True}),
+    ("model.clf_gates", {"model.clf_gates": True}),
+    ("model.clf_graph", {"model.clf_graph": True}),
+    ("model.clf_queries", {"model.clf_queries": 3}),
+    ("model.clf_queries", {"model.clf_queries": 3, "model.clf_residual": True}),
     (
         "model.clf_graph",
         CLASSIFIER | {"model.clf_queries": 3, "model.clf_residual": True, "model.clf_graph": True},
@@ -270,7 +270,7 @@ CONFLICTING = [
     ("loss.mixup", TAUGHT | {"loss.mixup": "queries"}),
     ("pool.simcse", TAUGHT | SIMCSE),
     ("model.surrogate", TAUGHT | SURROGATE),
-    ("model.heads", {"pool.simcse": True, "pool.eta": 0}),
+    ("pool.simcse", {"pool.simcse": True, "pool.eta": 0}),
     ("pool.eta", SIMCSE | {"pool.eta": 1}),
     ("pool.de_labels", SIMCSE | {"pool.de_labels": "all"}),
     ("pool.positives", SIMCSE | {"pool.positives": "tail"}),
@@ -284,16 +284,16 @@ CONFLICTING = [
     ("run.devices", SURROGATE | {"run.devices": 2}),
     ("pool.eta", SURROGATE | {"pool.eta": 1}),
     ("model.levels", LEVELS | {"model.levels": [2, 8]}),
-    ("model.heads", {"model.levels": [8, 2]}),
+    ("model.levels", {"model.levels": [8, 2]}),
     ("model.surrogate", SURROGATE | LEVELS),
     ("run.devices", LEVELS | {"run.devices": 2}),
     ("loss.mixup", LEVELS | {"loss.mixup": "queries"}),
-    ("model.levels", {"pool.shortlist": 4}),
+    ("pool.shortlist", {"pool.shortlist": 4}),
     ("pool.start_epoch", {"pool.start_epoch": 4}),
-    ("pool.gandalf", {"pool.gandalf_rows": "labels"}),
-    ("gate.confidence", {"gate.metric": "tail/coverage@5"}),
-    ("source.path", {"source.kind": "folder"}),
-    ("source.path", {"source.kind": "dvc"}),
+    ("pool.gandalf_rows", {"pool.gandalf_rows": "labels"}),
+    ("gate.metric", {"gate.metric": "tail/coverage@5"}),
+    ("source.kind", {"source.kind": "folder"}),
+    ("source.kind", {"source.kind": "dvc"}),
     ("source.kind", {"source.kind": "folder", "source.path": "data/raw/lf-debian/"}),
     ("index.factory", {"index.factory": "HNSW32", "index.search": "nprobe=8"}),
     ("index.space", CLASSIFIER | {"index.fusion": True, "index.knn_head": 16}),
@@ -301,15 +301,15 @@ CONFLICTING = [
     ("index.fusion", {"index.fusion": False, "index.knn_head": 16}),
     ("source.kind", {"source.kind": "folder", "source.path": "data"}),
     (
-        "source.queries",
+        "source.kind",
         {"source.kind": "files", "source.labels": "l.csv", "source.pairs": "p.csv"},
     ),
     (
-        "source.labels",
+        "source.kind",
         {"source.kind": "files", "source.queries": "q.csv", "source.pairs": "p.csv"},
     ),
     (
-        "source.pairs",
+        "source.kind",
         {"source.kind": "files", "source.queries": "q.csv", "source.labels": "l.csv"},
     ),
     (
@@ -339,6 +339,7 @@ CONFLICTING = [
 
 @pytest.mark.parametrize(("key", "values"), CONFLICTING)
 def test_conflicts(tmp_path: Path, key: str, values: dict[str, object]) -> None:
+    """Each is reported once, at the first of its keys that is set."""
     found = problems(
         tmp_path, "", **{name.replace(".", "__"): value for name, value in values.items()}
     )

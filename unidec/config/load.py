@@ -244,7 +244,9 @@ def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) 
         keys = conflict.keys.split()
         if wrong.keys().isdisjoint(keys):
             got = ", ".join(f"{key} = {found[key]!r}" for key in keys)
-            problems.append(problem(keys[0], conflict.what, got, None, origin, fix=conflict.fix))
+            # a key that the file sets has a line
+            key = next((key for key in keys if key in origin), keys[0])
+            problems.append(problem(key, conflict.what, got, None, origin, fix=conflict.fix))
     if problems:
         raise ParamsError(problems, where)
     return params
