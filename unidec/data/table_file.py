@@ -144,9 +144,9 @@ def _delimiter(path: Path, bounds: RawBounds) -> str:
     """What separates the columns: a comma (.tsv: a tab), or, if the header has none, another
     delimiter, which is reported on stderr: Excel uses the one of the system's language.
     """
-    usual, *others = "\t,;|" if ending(path) == ".tsv" else ",\t;|"
+    usual = "\t" if ending(path) == ".tsv" else ","
     header = next((line for _, line in read_lines(path, bounds) if line.strip()), b"")
-    for delimiter in (usual, *others):
+    for delimiter in (usual, *"\t,;|"):
         if delimiter.encode() in header:
             if delimiter != usual:
                 say(f"{path.name}: the columns are separated by {delimiter!r}")
