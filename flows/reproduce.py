@@ -149,10 +149,10 @@ def make_data(stages: Sequence[str]) -> dict[str, str]:
     lines = [line.rstrip() for line in output.splitlines() if line.strip()]
     stage_output = "\n".join(line for line in lines if not _NOISE.match(line))
     stage_output = stage_output.rpartition("\nerror: ")[2]
+    shown = stage_output or output
     found = re.search(r"exited with (-?\d+)", output)
-    raise failure(
-        ["repro", *stages], code, (stage_output or output)[-4000:], int(found[1]) if found else None
-    )
+    stage_code = int(found[1]) if found else None
+    raise failure(["repro", *stages], code, shown[-4000:], stage_code)
 
 
 def stale(data_stages: tuple[str, ...] = ()) -> tuple[bool, list[str]]:

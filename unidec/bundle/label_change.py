@@ -112,7 +112,7 @@ class LabelChange:
                 got="{} uids, {} texts, {} titles".format(*counts),
                 expected="a uid, a text and a title of each label; at least one label",
             )
-        repeated = [uid for uid, times in Counter(uids).items() if times > 1]
+        repeated = list(Counter(uids) - Counter(set(uids)))
         if repeated:
             raise DataError(
                 "uids that occur more than once",
@@ -124,7 +124,8 @@ class LabelChange:
         renamed = {uid for uid in before.keys() & shown if before[uid] != shown[uid]}
         encoded = dict(zip(uids, texts, strict=True))
         if bundle.info.text == "title":
-            for uid in before.keys() - renamed - {query.uid for query in examples}:
+            exemplified = {query.uid for query in examples}
+            for uid in before.keys() - renamed - exemplified:
                 encoded.pop(uid, None)
         return cls._between(bundle, shown, encoded, renamed, examples)
 

@@ -223,11 +223,13 @@ class Search:
         def is_pruned() -> bool:
             """Report new rounds to Optuna until it prunes the trial."""
             for line in _rounds(step)[len(lines) :]:
-                bar.update(line["epoch"] - (lines[-1]["epoch"] if lines else 0))
+                epoch = line["epoch"]
+                before = lines[-1]["epoch"] if lines else 0
+                bar.update(epoch - before)
                 lines.append(line)
                 value = line["validation"][self.metric]
                 figure = f"{self.metric} {value:.2f}"
-                bar.note(f"{self.subject.name}, {name}: {figure} after epoch {line['epoch']}")
+                bar.note(f"{self.subject.name}, {name}: {figure} after epoch {epoch}")
                 if self._prunes(trial, value, line):
                     return True
             return False
@@ -247,10 +249,10 @@ class Search:
             trial.set_user_attr("rounds", len(lines))
             if failed:
                 trial.set_user_attr("failed", failed)
-            finished = state == self.states.COMPLETE
-            self.study.tell(
-                trial, lines[-1]["validation"][self.metric] if finished else None, state
-            )
+            value = None
+            if state == self.states.COMPLETE:
+                value = lines[-1]["validation"][self.metric]
+            self.study.tell(trial, value, state)
         return lines[-1]["epoch"] if lines else 0
 
     def _prunes(self, trial: Any, value: float, line: Mapping[str, Any]) -> bool:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import read_info
@@ -131,9 +133,9 @@ def refresh_labels(params: Params, version: str | int = "champion") -> ChangedLa
     bundle = _open(f"models:/{parent.name}/{parent.version}", params)
     dataset = paths.open_dataset()
     texts = dataset.label_texts(text=cast(Text, bundle.info.text))
-    change = LabelChange.of(
-        bundle, dataset.label_uids(), texts, dataset.label_texts(), _examples(bundle, dataset)
-    )
+    examples = _examples(bundle, dataset)
+    titles = dataset.label_texts()
+    change = LabelChange.of(bundle, dataset.label_uids(), texts, titles, examples)
     same_data = bundle.info.dataset.get("sha256") == dataset.sha256
     number = str(parent.version)
     counts = cast(Any, change.counts)
@@ -161,18 +163,20 @@ def _examples(bundle: Bundle, dataset: XMCDataset) -> list[LabelText]:
     """The first `MOST_EXAMPLES` training queries of each label of the data set whose classifier row
     is an estimate, or will be.
     """
-    is_estimated_K = is_estimated(bundle.info)
-    trained = {uid for uid, row in bundle.row_of.items() if not is_estimated_K[row]}
-    uids = dataset.label_uids()
-    labels = [row for row, uid in enumerate(uids) if uid not in trained]
+    is_trained_K = ~is_estimated(bundle.info)
+    trained = bundle.uids.filter(pa.array(is_trained_K))
+    uids = pa.array(dataset.label_uids(), bundle.uids.type)
+    is_trained_L = pc.is_in(uids, trained)
+    labels = np.flatnonzero(pc.invert(is_trained_L))
     rows = dataset.rows("train")
-    queries_of_label = truth_of(dataset, rows)[:, labels].T.tocsr()
+    truth_NL = truth_of(dataset, rows)
+    queries_of_label = truth_NL[:, labels].T.tocsr()
     label_P, query_P = queries_of_label.nonzero()
-    place_P = np.arange(len(label_P)) - queries_of_label.indptr[label_P]
-    is_kept_P = place_P < MOST_EXAMPLES
-    texts = own_texts(bundle, dataset, rows[query_P[is_kept_P]])
-    label_E = label_P[is_kept_P].tolist()
-    return [LabelText(uids[labels[row]], text) for row, text in zip(label_E, texts, strict=True)]
+    first_P = queries_of_label.indptr[label_P]
+    kept = np.flatnonzero(np.arange(len(label_P)) - first_P < MOST_EXAMPLES)
+    texts = own_texts(bundle, dataset, rows[query_P[kept]])
+    uid_E = uids.take(labels[label_P[kept]]).to_pylist()
+    return list(map(LabelText, uid_E, texts))
 
 
 def _voters(bundle: Bundle, dataset: XMCDataset) -> Neighbours | None:

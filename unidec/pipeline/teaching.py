@@ -119,7 +119,8 @@ def _word_targets(params: Params) -> WordTargets:
     """
     dataset = paths.open_dataset(verify=False)
     tokens = [paths.open_tokens("queries", False), paths.open_tokens("labels", False)]
-    decide = {"data": dataset.sha256, "seed": str(params.seed), "code": code_sha256("index")}
+    decide = {"data": dataset.sha256, "seed": str(params.seed)}
+    decide["code"] = code_sha256("index")
     decide |= {str(cache.path): folder_sha256(cache.path) for cache in tokens}
 
     def write(out: Path) -> None:

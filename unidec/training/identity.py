@@ -69,8 +69,10 @@ def run_identity(
         hashes = {file: entry["sha256"] for file, entry in manifest["files"].items()}
         identity[f"tokens.{name}"] = files_sha256(hashes)
     identity["tokenizer"] = str(query_tokens.meta.get("tokenizer_sha256"))
-    by_words = value_at(parameters, "teacher.words")  # the code that ranks computes the targets
-    identity["code"] = code_sha256("training", "index") if by_words else code_sha256("training")
+    deciding = ["training"]
+    if value_at(parameters, "teacher.words"):  # the code that ranks computes the targets
+        deciding.append("index")
+    identity["code"] = code_sha256(*deciding)
     if reads_graph and label_graph is not None:
         digest = hashlib.sha256()
         for array in (label_graph.indptr, label_graph.indices, label_graph.data):
