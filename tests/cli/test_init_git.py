@@ -31,7 +31,7 @@ def test_after_git_init_the_same_command_removes_the_setting(folder: Path) -> No
     git_init(folder)
     assert not matches_git(folder)
     assert write_project(folder) == [".dvc/config.local"]
-    assert local(folder) == ""
+    assert local(folder) == "[core]\n"
     assert matches_git(folder)
     assert write_project(folder) == []
 
@@ -45,7 +45,7 @@ def test_other_local_settings_are_kept(folder: Path) -> None:
     assert local(folder) == "[core]\n    remote = team\n['remote \"team\"']\n    password = x\n"
     (folder / ".git").rename(folder / "git-moved")
     write_project(folder)
-    assert local(folder).startswith("[core]\n    no_scm = true\n    remote = team\n['remote")
+    assert local(folder).startswith("[core]\n    remote = team\n    no_scm = true\n['remote")
     assert local(folder).count("[core]") == 1
 
 

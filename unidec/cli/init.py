@@ -5,11 +5,10 @@ need.
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.nodes import MappingNode
@@ -39,9 +38,7 @@ _FILES = (
     "bin/python",
     "flows/*.*",
 )
-_LOCAL = "config.local"
-_DVC_SETTINGS = ("config", _LOCAL)
-_NO_SCM = re.compile(r"^[ \t]*no_scm[ \t]*=[ \t]*true[ \t]*\n", re.MULTILINE | re.IGNORECASE)
+_DVC_SETTINGS = ("config", "config.local")
 DEFAULTS = {"recipe": "unidec", "data.path": "data/raw/mine", "data.format": "auto"}
 
 
@@ -161,10 +158,20 @@ def write_project(folder: Path) -> list[str]:
 
     Returns:
         names of the files that were written.
+
+    Raises:
+        ConfigError: this installation does not have these files.
     """
     packaged = PACKAGE / "project_template"
     # a checkout is itself a project
     template = packaged if packaged.is_dir() else packaged.parents[1]
+    if not (template / "dvc.yaml").is_file():
+        raise ConfigError(
+            "this installation lacks the files of a project",
+            where=template,
+            fix="run it in a checkout, or where pip installed unidec-xmc[pipeline]; the serving "
+            "image only serves",
+        )
     files = {
         ".dvc/config": _DVC_CONFIG,
         ".dvc/.gitignore": "/config.local\n/tmp\n/cache\n",
@@ -188,40 +195,41 @@ def matches_git(folder: Path) -> bool:
     """Whether DVC's setting core.no_scm says that there is no git repository exactly if there is
     none.
     """
-    settings = "\n".join(_settings(folder, name) for name in _DVC_SETTINGS)
-    says_none = _NO_SCM.search(settings) is not None
+    says_none = any(map(_says_no_git, _dvc_settings(folder)))
     return says_none != is_inside(folder)
 
 
-def _settings(folder: Path, name: str) -> str:
-    file = folder / ".dvc" / name
-    return file.read_text(encoding="utf-8") if file.is_file() else ""
+def _dvc_settings(folder: Path) -> list[Any]:
+    """DVC's shared and local settings; empty if there is no such file."""
+    from configobj import ConfigObj  # with which DVC reads and writes them
+
+    return [ConfigObj(str(folder / ".dvc" / name)) for name in _DVC_SETTINGS]
+
+
+def _says_no_git(settings: Any) -> bool:
+    return settings.get("core", {}).get("no_scm", "").lower() == "true"
 
 
 def _match_git(folder: Path) -> list[str]:
     """Add core.no_scm to DVC's local settings, without which DVC requires git, or remove it; other
-    lines are kept.
+    settings are kept.
 
     Returns:
         names of the files that were changed.
     """
     if matches_git(folder):
         return []
-    changed = []
-    for name in _DVC_SETTINGS:
-        before = _settings(folder, name)
-        text = before
-        if is_inside(folder):
-            text = _NO_SCM.sub("", before)
-        elif name == _LOCAL:
-            text = f"[core]\n    no_scm = true\n{before}"
-        if text != before:
-            # DVC refuses a section that is there twice
-            text = re.sub(r"(\[core\]\n[^\[]*)\[core\]\n", r"\1", text)
-            text = re.sub(r"\[core\]\n(?=\[|\s*\Z)", "", text)  # a section without settings
-            (folder / ".dvc" / name).write_text(text, encoding="utf-8")
-            changed.append(f".dvc/{name}")
-    return changed
+    shared, local = _dvc_settings(folder)
+    changed = [local]
+    if is_inside(folder):
+        changed = [settings for settings in (shared, local) if _says_no_git(settings)]
+        for settings in changed:
+            del settings["core"]["no_scm"]
+    else:
+        local.setdefault("core", {})["no_scm"] = "true"
+    for settings in changed:
+        settings.write()
+    return [f".dvc/{Path(settings.filename).name}" for settings in changed]
 
 
 def _adapted(name: str, text: str) -> str:
