@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from unidec.cli import init
 from unidec.cli.init import matches_git, write_project
+from unidec.errors import ConfigError
 
 
 @pytest.fixture
@@ -100,3 +102,14 @@ def test_a_data_path_that_is_not_there_is_named(tmp_path: Path, capsys, monkeypa
     assert done.exit_code == 0
     assert "raw/clinik: no such folder" in done.stderr and "nearest: raw/clinic" in done.stderr
     assert CliRunner().invoke(cli.app, ["init", "--data-path", "raw/clinic"]).stderr == ""
+
+
+def test_an_installation_without_the_files_of_a_project_says_so(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """The image of the server holds no files of a project."""
+    (tmp_path / "package").mkdir()
+    monkeypatch.setattr(init, "PACKAGE", tmp_path / "package")
+    with pytest.raises(ConfigError, match="lacks"):
+        write_project(tmp_path / "project")
+    assert not list(tmp_path.glob("project/*"))
