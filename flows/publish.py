@@ -17,6 +17,7 @@ from prefect.context import FlowRunContext
 from prefect.events import emit_event
 from prefect.runtime import flow_run as current_flow_run
 
+from flows import server
 from unidec import pipeline
 from unidec.addresses import without_credentials
 from unidec.cli.commands import lines_of
@@ -49,13 +50,20 @@ def harmless(what: str) -> Iterator[None]:
         log.warning("%s: %s", what, error)
 
 
+def _prefect_records() -> bool:
+    """Whether this is a flow run whose server answers: calls of a lost one are retried for half a
+    minute.
+    """
+    return FlowRunContext.get() is not None and not server.lost.is_set()
+
+
 @harmless("a task's result could not be shown in Prefect")
 def show_task(name: str, result: Any) -> None:
     """Show a task's result as a table in Prefect; the key has no round or version, so that Prefect
     shows a history.
     """
     shown = pipeline.plain(result)
-    if shown is None or FlowRunContext.get() is None:
+    if shown is None or not _prefect_records():
         return
     rows = []
     for line in lines_of(name, shown if isinstance(shown, dict) else {"result": shown}):
@@ -71,7 +79,7 @@ def show_result(done: Mapping[str, Any]) -> None:
     """Show every check of the gate, the version, and links to the MLflow run and to
     existing pages.
     """
-    if FlowRunContext.get() is None:
+    if not _prefect_records():
         return
     text = render_text("retrained.md", done=done, pages=[Path("outputs", page) for page in PAGES])
     create_markdown_artifact(without_credentials(text), key="result")

@@ -17,7 +17,7 @@ from helpers.processes import processes_with
 from unidec.tracking.store import prepare_store
 
 PROGRAM = """
-import signal, sys, time
+import ctypes, signal, sys, time
 from pathlib import Path
 from unidec import pipeline
 from unidec.tracking.run import Tracker
