@@ -26,7 +26,7 @@ from unidec.errors import UnidecError
 from unidec.text_page import render_text
 from unidec.tracking.provenance import LOCK_COMMIT_TAG
 from unidec.tracking.repository import ask
-from unidec.tracking.store import open_client, tracking_uri
+from unidec.tracking.store import open_client
 
 MOST_ROWS = 60  # of a task's table
 RECORDED = ("dvc.lock", "data/start.json", "outputs/metrics.json", "outputs/plots")
@@ -37,6 +37,7 @@ PAGES = (
     "../data/validation/index.html",
     "../data/change/index.html",
 )
+_NOT_IN_KEY = re.compile(r"( of)?( version| round)? \d.*|[^a-z]+")
 log = logging.getLogger("unidec.flows")
 _git = functools.partial(ask, ".")
 
@@ -69,8 +70,7 @@ def show_task(name: str, result: Any) -> None:
     for line in lines_of(name, shown if isinstance(shown, dict) else {"result": shown}):
         what, _, value = line.removeprefix(f"{name}: ").partition(" = ")
         rows.append({"what": what, "value": without_credentials(value)[:1000]})
-    stem = re.split(r"( of)?( version| round)? \d", name.lower())[0]
-    key = re.sub(r"[^a-z]+", "-", stem).strip("-")
+    key = _NOT_IN_KEY.sub("-", name.lower()).strip("-")
     create_table_artifact(rows[:MOST_ROWS], key=key, description=name)
 
 
@@ -108,18 +108,17 @@ def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()
         )
     paths = [path for path in (*RECORDED, *extra) if Path(path).exists()]
     _git("add", "--intent-to-add", "--", *paths)
+    message = f"Retrain: version {version} of {name}, {verdict}"
     if _git("status", "--porcelain", "--", *paths):
-        message = f"Retrain: version {version} of {name}, {verdict}"
         # without hooks, which check code
         how = ("--quiet", "--no-verify", f"--message={message}", "--only")
         _git("commit", *how, "--", *paths)
     done = {"commit": _git("rev-parse", "HEAD")}
     with harmless("the commit could not be recorded with the version"):
-        client = open_client(tracking_uri())
+        client = open_client()
         client.set_model_version_tag(name, str(version), LOCK_COMMIT_TAG, done["commit"])
     if params.retrain.commit == "tag":
         done["tag"] = f"{name}-v{version}".replace(" ", "-")
-        message = f"version {version} of {name}: {verdict}"
         if not _git("tag", "--list", done["tag"]):
             _git("tag", "--annotate", done["tag"], f"--message={message}")
     return done

@@ -119,7 +119,7 @@ def test_hostile_versions_that_get_the_alias(tmp_path, monkeypatch, capsys):
                 assert server.version() == "1", name
             most = server.memory()[1]
             why = [
-                line.partition(" stays: ")[2]
+                line.partition("still serving version 1: ")[2]
                 for line in server.log.splitlines()
                 if "is refused" in line
             ]

@@ -84,7 +84,7 @@ def repository(tmp_path, monkeypatch) -> Path:
 def tagged(publish, monkeypatch) -> list[tuple]:
     tags: list[tuple] = []
     client = types.SimpleNamespace(set_model_version_tag=lambda *told: tags.append(told))
-    monkeypatch.setattr(publish, "open_client", lambda _uri: client)
+    monkeypatch.setattr(publish, "open_client", lambda: client)
     return tags
 
 

@@ -255,6 +255,28 @@ def test_what_was_stored_is_damaged(
     assert client.get_registered_model("damage").aliases == {}
 
 
+def test_what_does_not_fit_on_the_disk_is_not_downloaded(
+    uri, client, run_id, tmp_path, stand_in, path_as_before
+):
+    bundle = make_bundle(tmp_path / "bundle", ["large"])
+    version = registry.register(bundle, run_id, "large")
+    sha256 = folder_sha256(bundle)
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    with registry.tracking_to(uri) as mlflow:
+        fetched = registry.download(f"models:/large/{version}", sha256, copies)
+        assert (fetched / "labels.json").read_text() == '["large"]'
+        source = client.get_model_version("large", str(version)).source
+        model = mlflow.get_logged_model(source.removeprefix("models:/"))
+        stored = pathlib.Path(model.artifact_location.removeprefix("file://"))
+        with (stored / "artifacts" / "bundle" / "labels.json").open("r+b") as file:
+            file.truncate(1 << 43)  # sparse: 8 TiB that take no space
+        before = set(copies.rglob("*"))
+        with pytest.raises(ArtifactError, match="at least 8,796,"):
+            registry.download(f"models:/large/{version}", sha256, copies)
+    assert set(copies.rglob("*")) == before
+
+
 def test_a_damaged_or_missing_bundle_is_not_logged(uri, tmp_path):
     bundle = make_bundle(tmp_path / "bundle")
     (bundle / "labels.json").write_text('["x"]')

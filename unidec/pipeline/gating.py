@@ -52,7 +52,7 @@ from unidec.tracking.promotion import (
 from unidec.tracking.provenance import COMMIT_TAG, DIRTY_TAG, uncommitted, unknown_code
 from unidec.tracking.registry import HASH_TAG
 from unidec.tracking.repository import git
-from unidec.tracking.store import open_client, tracking_uri
+from unidec.tracking.store import open_client
 from unidec.training.precision import choose_device
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def _versions(
 ) -> tuple[MlflowClient, ModelVersion, ModelVersion | None]:
     """A client of the registry, this version, and the champion."""
     name = params.tracking.model_name
-    client = open_client(tracking_uri())
+    client = open_client()
     return client, known_version(client, name, version), version_of(client, name, CHAMPION)
 
 

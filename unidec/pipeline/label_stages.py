@@ -27,7 +27,7 @@ from unidec.pipeline.registration import register as register_bundle
 from unidec.ranking.neighbours import Neighbours
 from unidec.tracking.fetch import fetch_bundle
 from unidec.tracking.promotion import known_version
-from unidec.tracking.store import open_client, tracking_uri
+from unidec.tracking.store import open_client
 from unidec.training.precision import choose_device
 
 MOST_EXAMPLES = 16  # of a label; measured: benchmarks/results/label-changes.md
@@ -129,7 +129,7 @@ def refresh_labels(params: Params, version: str | int = "champion") -> ChangedLa
         ConfigError: no such version. ArtifactError: its bundle is damaged. DataError: the data set
         has no labels.
     """
-    parent = known_version(open_client(tracking_uri()), params.tracking.model_name, version)
+    parent = known_version(open_client(), params.tracking.model_name, version)
     bundle = _open(f"models:/{parent.name}/{parent.version}", params)
     dataset = paths.open_dataset()
     texts = dataset.label_texts(text=cast(Text, bundle.info.text))

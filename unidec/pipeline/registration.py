@@ -112,7 +112,7 @@ def parent_version(params: Params, sha256: str, where: str) -> str:
     Raises:
         ConfigError: the source is not registered, so the origin of the model would be unknown.
     """
-    version = find_version(open_client(tracking_uri()), params.tracking.model_name, sha256)
+    version = find_version(open_client(), params.tracking.model_name, sha256)
     if version is None:
         raise ConfigError(
             (

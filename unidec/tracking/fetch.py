@@ -242,7 +242,7 @@ def fetch_by_hash(model_name: str, sha256: str) -> Path:
 
 def find_alias(model_name: str, alias: str) -> ModelVersion | None:
     """The version that an alias names; None if there is no such model or alias."""
-    return version_of(open_client(tracking_uri()), model_name, alias)
+    return version_of(open_client(), model_name, alias)
 
 
 def _fetch(version: ModelVersion, uri: str) -> Path:

@@ -33,7 +33,7 @@ from unidec.tracking.provenance import (
 from unidec.tracking.registry import HASH_TAG
 from unidec.tracking.restore import RestorePoint, own_commit, restore_point
 from unidec.tracking.run import metric_name
-from unidec.tracking.store import UnlessMissing, open_client, tracking_uri
+from unidec.tracking.store import UnlessMissing, open_client
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -103,7 +103,7 @@ def lineage(source: str | os.PathLike[str], *, model_name: str = "unidec") -> li
     Raises:
         ConfigError: no such address, model, version or bundle; or several versions match the hash.
     """
-    client = open_client(tracking_uri())
+    client = open_client()
     version = _version(client, os.fspath(source), model_name)
     named = aliases(client, version.name)
     oldest_first = all_versions(client, version.name)[::-1]
@@ -130,7 +130,7 @@ def models_of_data(prefix: str, *, model_name: str = "unidec") -> list[DataUse]:
         ConfigError: not a hash.
     """
     _check_hash(prefix, "data")
-    client = open_client(tracking_uri())
+    client = open_client()
     named = aliases(client, model_name)
     rows: list[DataUse] = []
     made_by: dict[str, str] = {}  # bundle hash -> version, for the versions made from the data
@@ -149,7 +149,7 @@ def models_of_data(prefix: str, *, model_name: str = "unidec") -> list[DataUse]:
 
 def list_versions(model_name: str) -> list[Version]:
     """Every version, newest first; [] if there is no such model."""
-    client = open_client(tracking_uri())
+    client = open_client()
     named = aliases(client, model_name)
     found = []
     for version in all_versions(client, model_name):

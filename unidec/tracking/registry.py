@@ -5,6 +5,7 @@ verified versions.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import importlib.metadata
 import os
@@ -17,8 +18,9 @@ from urllib.parse import unquote, urlsplit
 
 from unidec.addresses import without_credentials
 from unidec.data.file_lock import lock_file
-from unidec.data.storage import MANIFEST, manifest_sha256, read_manifest
+from unidec.data.storage import MANIFEST, manifest_sha256, read_manifest, storage_error
 from unidec.errors import ArtifactError
+from unidec.machine import available_disk
 from unidec.text_page import render_text
 from unidec.tracking.once import create_once
 from unidec.tracking.relocation import ARTIFACTS
@@ -135,10 +137,7 @@ def signature() -> ModelSignature:
     from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
 
     text = ColSpec("string", "query")
-    rank = ColSpec("long", "rank")
-    label = ColSpec("string", "label")
-    title = ColSpec("string", "title")
-    score = ColSpec("double", "score")
+    found = {"rank": "long", "label": "string", "title": "string", "score": "double"}
     params = [
         ParamSpec("k", "long", 5),
         ParamSpec("allow", "string", [], (-1,)),
@@ -148,7 +147,7 @@ def signature() -> ModelSignature:
     ]
     return ModelSignature(
         inputs=Schema([text]),
-        outputs=Schema([text, rank, label, title, score]),
+        outputs=Schema([text, *(ColSpec(kind, name) for name, kind in found.items())]),
         params=ParamSchema(params),
     )
 
@@ -281,12 +280,14 @@ def download(address: str, sha256: str, folder: Path | str | None) -> Path:
     if it is on this machine. Call it within `tracking_to`.
 
     Raises:
-        ArtifactError: the bundle is missing, damaged or another one. MlflowException: the registry
-        does not answer.
+        ArtifactError: the bundle is missing, damaged, another one or larger than the free disk
+        space. MlflowException: the registry does not answer.
     """
     import mlflow
 
     try:
+        if folder is not None:
+            _check_size(address, Path(folder))
         path = mlflow.artifacts.download_artifacts(address, dst_path=folder and str(folder))
     except OSError as error:
         raise _unreadable(address, error) from error
@@ -297,6 +298,22 @@ def download(address: str, sha256: str, folder: Path | str | None) -> Path:
             "the registry holds another bundle", where=address, got=got, expected=sha256, fix=_FIX
         )
     return stored[0].parent
+
+
+def _check_size(address: str, folder: Path) -> None:
+    """Raise ArtifactError if a version's files, by the registry's list, do not fit on the disk."""
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    repository = get_artifact_repository(address)
+    folders: list[str | None] = [None]
+    total = 0
+    while folders:
+        for entry in repository.list_artifacts(folders.pop()):
+            total += entry.file_size or 0
+            if entry.is_dir:
+                folders.append(entry.path)
+    if total > available_disk(folder):
+        raise storage_error(folder, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), total)
 
 
 def _unreadable(address: str, error: Exception) -> ArtifactError:

@@ -215,13 +215,14 @@ def create_store(database: Path, artifacts: str) -> None:
     SqlAlchemyStore(f"{_SQLITE}{database}", artifacts).engine.dispose()
 
 
-def open_client(uri: str) -> MlflowClient:
-    """A client of the store at `uri`; an SQLite store is created first.
+def open_client(uri: str = "") -> MlflowClient:
+    """A client of the store at `uri` (default: `tracking_uri()`); an SQLite store is created first.
 
     Raises:
         ArtifactError: the database belongs to another version of MLflow. MlflowException: the store
         does not answer.
     """
+    uri = uri or tracking_uri()
     quiet_mlflow()
     prepare_store(uri)
     from mlflow import MlflowClient
