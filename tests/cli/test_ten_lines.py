@@ -215,3 +215,24 @@ def ask(url: str, query: str) -> dict:
         except OSError:  # not listening yet, or not ready
             time.sleep(0.5)
     raise AssertionError("the server did not answer")
+
+
+@pytest.mark.parametrize(("cache", "without"), [("missing", "1"), (".", "")])
+def test_uv_installs_without_a_cache_where_home_cannot_be_written(
+    tmp_path: Path, cache: str, without: str
+) -> None:
+    """Service accounts and containers often have no home folder; uv itself then stops."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    use_this_environment(tmp_path)
+    (tmp_path / ".venv" / ".installed").unlink()
+    uv = tmp_path / "uv"
+    uv.write_text('#!/bin/sh\necho "UV_NO_CACHE=$UV_NO_CACHE"\nexit 1\n')
+    uv.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment |= {"UV_CACHE_DIR": str(tmp_path / cache)}
+    command = ["make", "setup", "INSTALLER=uv"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert f"UV_NO_CACHE={without}\n" in done.stdout
