@@ -30,7 +30,7 @@ STAGES = [name for name in DESCRIBED["stages"] if name != "inputs"]
 AFTER_TRAIN = ["train", "index", "evaluate"]
 
 STAND_IN = """#!/bin/sh
-"exec" {python} "$0" "$@"
+"exec" '{python}' "$0" "$@"
 import hashlib, json, os, pathlib, sys, yaml
 PLOTS = {{
     "validation.csv": "epoch,P_at_1,nDCG_at_5,PSP_at_5,R_at_100",
@@ -105,7 +105,7 @@ class Project:
         (root / "data" / "raw" / "lf-debian").mkdir(parents=True)
         (root / "data" / "raw" / "lf-debian" / "raw.txt").write_text("texts")
         stand_in = root / ".stand-in"
-        stand_in.write_text(STAND_IN.format(python=shlex.quote(sys.executable)))
+        stand_in.write_text(STAND_IN.format(python=sys.executable))
         stand_in.chmod(0o755)
         self.env = {
             name: value

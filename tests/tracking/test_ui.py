@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import signal
 import socket
@@ -22,11 +21,10 @@ from unidec.tracking.store import tracking_uri, ui_url
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = "0a1b"
-PYTHON = shlex.quote(sys.executable)  # its path may have spaces
 
 # a fake server: answers every request with the settings in its environment
 SERVER = """#!/bin/sh
-"exec" {python} "$0" "$@"
+"exec" '{python}' "$0" "$@"
 import http.server, json, os, sys
 class Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -51,8 +49,8 @@ def project(tmp_path, monkeypatch) -> Path:
     shutil.copy(ROOT / "mlflow" / "server.env", tmp_path / "mlflow")
     (tmp_path / "programs").mkdir()
     for name in ("mlflow", "prefect"):
-        (tmp_path / "programs" / name).write_text(SERVER.format(python=PYTHON))
-    (tmp_path / "programs" / "python").write_text(f'#!/bin/sh\nexec {PYTHON} "$@"\n')
+        (tmp_path / "programs" / name).write_text(SERVER.format(python=sys.executable))
+    (tmp_path / "programs" / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     for program in (tmp_path / "programs").iterdir():
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
     return tmp_path
