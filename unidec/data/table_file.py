@@ -112,13 +112,14 @@ def read_rows(
             raise DataError("an empty file", where=path, expected="a header and rows")
         check_header(names)
         for line, cells in rows:
+            row = dict(zip(names, cells, strict=False))
             if len(cells) != len(names):
                 got = f"{len(cells)}: {cells[0][:40]!r}"
                 report(f"not {len(names)} columns", line, got)
-            elif r"\N" in cells:
-                report(DATABASE_NULL, line, names[cells.index(r"\N")])
+            elif r"\N" in map(row.get, columns):
+                report(DATABASE_NULL, line, row)
             else:
-                yield line, dict(zip(names, cells, strict=True))
+                yield line, row
 
 
 def columns_missing(
