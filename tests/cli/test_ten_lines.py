@@ -224,14 +224,13 @@ def test_uv_installs_without_a_cache_where_home_cannot_be_written(
     """Service accounts and containers often have no home folder; uv itself then stops."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
-    use_this_environment(tmp_path)
-    (tmp_path / ".venv" / ".installed").unlink()
-    uv = tmp_path / "uv"
-    uv.write_text('#!/bin/sh\necho "UV_NO_CACHE=$UV_NO_CACHE"\nexit 1\n')
-    uv.chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    environment |= {"UV_CACHE_DIR": str(tmp_path / cache)}
-    command = ["make", "setup", "INSTALLER=uv"]
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name, text in {"python": "", "uv": 'echo "UV_NO_CACHE=$UV_NO_CACHE"; exit 1'}.items():
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+    environment = os.environ | {"UV_CACHE_DIR": str(tmp_path / cache)}
+    command = ["make", "setup", "INSTALLER=uv", f"PYTHON='{sys.executable}'"]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
     )
