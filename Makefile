@@ -57,7 +57,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing .[pipeline,$(EXTRAS)] with $(strip $(INSTALLER)) (first time: about 3 minutes with pip, one with uv)"
 ifeq ($(strip $(INSTALLER)),uv)
 	@command -v uv >/dev/null || test -x $(BIN)/uv || $(BIN)/python -m pip install -q uv
-	@PATH="$(CURDIR)/$(BIN):$$PATH" \
+	@test -w "$${UV_CACHE_DIR:-$$HOME}" || export UV_NO_CACHE=1; PATH="$(CURDIR)/$(BIN):$$PATH" \
 	  UV_FIND_LINKS="$${UV_FIND_LINKS:-$$($(BIN)/python -m pip config get global.find-links 2>/dev/null || true)}" \
 	  uv pip install -q --python $(BIN)/python -c $(CONSTRAINTS) -e '.[pipeline,$(EXTRAS)]'
 else

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,8 @@ DESCRIBED = yaml.safe_load((ROOT / "dvc.yaml").read_text())
 STAGES = [name for name in DESCRIBED["stages"] if name != "inputs"]
 AFTER_TRAIN = ["train", "index", "evaluate"]
 
-STAND_IN = """#!{python}
+STAND_IN = """#!/bin/sh
+"exec" '{python}' "$0" "$@"
 import hashlib, json, os, pathlib, sys, yaml
 PLOTS = {{
     "validation.csv": "epoch,P_at_1,nDCG_at_5,PSP_at_5,R_at_100",
@@ -307,8 +309,9 @@ def looking(tmp_path: Path) -> Project:
     # it
     python = project.root / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    look = f"case \"$*\" in *train) {sys.executable} -c '{LOOK}' || exit 1;; esac"
-    python.write_text(f'#!/bin/sh\n{look}\nexec {project.env.pop("UNIDEC_PYTHON")} "$@"\n')
+    look = f"case \"$*\" in *train) {shlex.quote(sys.executable)} -c '{LOOK}' || exit 1;; esac"
+    stand_in = shlex.quote(project.env.pop("UNIDEC_PYTHON"))
+    python.write_text(f'#!/bin/sh\n{look}\nexec {stand_in} "$@"\n')
     python.chmod(0o755)
     project.env |= {
         "LOOKED": str(tmp_path / "looked"),

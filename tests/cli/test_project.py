@@ -54,7 +54,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     venv.create(folder / "env", symlinks=True)
     (packages,) = (folder / "env" / "lib").glob("python*/site-packages")
-    (packages / "others.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    others = ascii(sysconfig.get_paths()["purelib"])  # Python 3.12 reads the file in the locale
+    (packages / "others.pth").write_text(f"import sys; sys.path.append({others})\n")
     (wheel,) = folder.glob("unidec_xmc-*.whl")
     subprocess.run(
         [

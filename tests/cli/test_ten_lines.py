@@ -215,3 +215,23 @@ def ask(url: str, query: str) -> dict:
         except OSError:  # not listening yet, or not ready
             time.sleep(0.5)
     raise AssertionError("the server did not answer")
+
+
+@pytest.mark.parametrize(("cache", "without"), [("missing", "1"), (".", "")])
+def test_uv_installs_without_a_cache_where_home_cannot_be_written(
+    tmp_path: Path, cache: str, without: str
+) -> None:
+    """Service accounts and containers often have no home folder; uv itself then stops."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name, text in {"python": "", "uv": 'echo "UV_NO_CACHE=$UV_NO_CACHE"; exit 1'}.items():
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+    environment = os.environ | {"UV_CACHE_DIR": str(tmp_path / cache)}
+    command = ["make", "setup", "INSTALLER=uv", f"PYTHON='{sys.executable}'"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert f"UV_NO_CACHE={without}\n" in done.stdout

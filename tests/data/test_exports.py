@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import shutil
+import subprocess
 from pathlib import Path
 
 import pandas as pd
@@ -115,3 +118,76 @@ def test_errors_in_pairs_show_the_cells(folder: Path) -> None:
 def test_only_test_queries(folder: Path) -> None:
     (folder / "queries.csv").write_text("id,text,split\nq1,a,test\nq2,b,test\n")
     assert "name the split `train`" in refusal(folder)
+
+
+@pytest.mark.parametrize("null", [r"\N", r'"\N"'])
+def test_missing_values_of_a_database(folder: Path, null: str) -> None:
+    """Read as a text, the mark would become a word of the model; unused columns may have it."""
+    path = folder / "queries.csv"
+    path.write_text(f"id,deleted,text\r\nq1,{null},a\r\nq2,{null},{null}\r\n", newline="")
+    told = refusal(folder)
+    assert r"\N, a database's mark for a missing value: 1" in told
+    assert "queries.csv:3 ({'id': 'q2'" in told and "fix: export CSV with empty cells" in told
+    with pytest.raises(DataError, match=r"csv:3: \\N, a database(.|\n)*fix: export CSV"):
+        list(read_texts(path, None))
+    path.write_text(f"id,deleted,text\nq1,{null},a\nq2,{null},b\n")
+    assert read_raw(folder, test_share=0).queries["train"]["title"].to_pylist() == ["a", "b"]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_file_that_is_one_array(folder: Path, indent: int | None) -> None:
+    (folder / "labels.csv").unlink()
+    table = pd.DataFrame({"id": ["l1", "l2"], "text": ["a", "b"]})
+    table.to_json(folder / "labels.jsonl", orient="records", indent=indent)
+    told = refusal(folder)
+    assert "labels.jsonl:1" in told and "to_json(FILE, orient='records', lines=True)" in told
+    table.to_json(folder / "labels.jsonl", orient="records", lines=True)
+    assert read_raw(folder).num_labels == 2
+
+
+def test_a_packed_file_whose_name_does_not_say_so(folder: Path) -> None:
+    """As `cat` leaves it that joins packed parts."""
+    path = folder / "queries.csv"
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    assert f"{path}: packed with gzip" in refusal(folder)
+    path.rename(folder / "queries.csv.gz")
+    assert read_raw(folder).labels["uid"].to_pylist() == ["l1", "l2"]
+
+
+@pytest.mark.parametrize("parts", ["queries", "queries.jsonl"])
+def test_the_command_that_joins_part_files_of_spark_does(folder: Path, parts: str) -> None:
+    (folder / "queries.csv").unlink()
+    (folder / parts).mkdir()
+    for number, row in enumerate([b'{"id": "q1", "text": "a"}\n', b'{"id": "q2", "text": "b"}\n']):
+        (folder / parts / f"part-0000{number}-c000.json.gz").write_bytes(gzip.compress(row))
+    (folder / parts / "_SUCCESS").touch()
+    told = refusal(folder)
+    assert f"{folder / parts}: a table in several part files" in told
+    command = told.split("fix: join them: ")[1].replace("PART...", f"{parts}/part-*")
+    subprocess.run(["sh", "-c", command.replace("FILE", "joined")], cwd=folder, check=True)
+    shutil.rmtree(folder / parts)
+    (folder / "joined").rename(folder / "queries.jsonl")
+    assert read_raw(folder, test_share=0).queries["train"].num_rows == 2
+
+
+@pytest.mark.parametrize(("kind", "column"), [("parquet", "label_id"), ("jsonl", "text")])
+def test_a_column_of_lists(folder: Path, kind: str, column: str) -> None:
+    name = "pairs" if column == "label_id" else "labels"
+    table = pd.read_csv(folder / f"{name}.csv")
+    (folder / f"{name}.csv").unlink()
+    table[column] = table[column].map(lambda value: [value])
+    if kind == "parquet":
+        table.to_parquet(folder / f"{name}.parquet")
+    else:
+        table.to_json(folder / f"{name}.jsonl", orient="records", lines=True)
+    told = refusal(folder)
+    assert f"{column} is not a text: 2" in told
+    assert "table.explode('label_id')" in told and "astype(str)" not in told
+
+
+@pytest.mark.parametrize("cell", ["['l1', 'l2']", "l1,l2", "l1;l2", "l1|l2"])
+def test_a_cell_with_several_labels(folder: Path, cell: str) -> None:
+    (folder / "pairs.csv").write_text(f'query_id,label_id\nq1,"{cell}"\nq2,l1\n')
+    told = refusal(folder)
+    assert f"pairs.csv:2 (uid {cell})" in told
+    assert "docs/data.md (Layouts) makes pairs of a cell with several ids" in told

@@ -56,7 +56,7 @@ def main(folder: Path, how: str) -> None:
     elif how == "limit":
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     elif how == "read-only":
-        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
     big = make(10, 8000)  # 6 MB
     try:
         writer.save(big)

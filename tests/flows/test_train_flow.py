@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import sys
 import time
 import types
@@ -605,8 +606,10 @@ def dvc_project(place, monkeypatch):
     """A project of three stages that copy one file, with DVC for real."""
     from flows import reproduce
 
+    python = shlex.quote(sys.executable)
+
     def copy(source, target):
-        return f"{sys.executable} -c \"import shutil; shutil.copy('{source}', '{target}')\""
+        return f"{python} -c \"import shutil; shutil.copy('{source}', '{target}')\""
 
     links = {
         "train": ("params.yaml", "model"),
@@ -619,9 +622,7 @@ def dvc_project(place, monkeypatch):
     }
     stages["index"]["params"] = ["index.factory"]
     stages["inputs"] = {"cmd": "true"}
-    stages["validate"] = {
-        "cmd": f"{sys.executable} -c \"import sys; print('bad row 7'); sys.exit(3)\""
-    }
+    stages["validate"] = {"cmd": f"{python} -c \"import sys; print('bad row 7'); sys.exit(3)\""}
     printed = """
 a.csv: columns that are not used: date
 ingest: num_labels = 7

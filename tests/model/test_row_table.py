@@ -340,7 +340,7 @@ def test_state_is_where_the_weight_is(tmp_path):
     mapped = (tmp_path / "maps").as_posix()
     table = RowTable(ROWS, WIDTH, placement=Placement("disk", tmp_path / "maps"))
     state = ROW_OPTIMISERS["adam"](table, 0.1).table.state
-    with open("/proc/self/maps", encoding="ascii") as maps:
+    with open("/proc/self/maps", encoding="utf-8") as maps:
         lines = [line for line in maps if mapped in line]
     assert len(lines) == 1 + len(state)
 

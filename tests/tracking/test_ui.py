@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN = "0a1b"
 
 # a fake server: answers every request with the settings in its environment
-SERVER = """#!{python}
+SERVER = """#!/bin/sh
+"exec" '{python}' "$0" "$@"
 import http.server, json, os, sys
 class Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -49,7 +50,7 @@ def project(tmp_path, monkeypatch) -> Path:
     (tmp_path / "programs").mkdir()
     for name in ("mlflow", "prefect"):
         (tmp_path / "programs" / name).write_text(SERVER.format(python=sys.executable))
-    (tmp_path / "programs" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "programs" / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     for program in (tmp_path / "programs").iterdir():
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
     return tmp_path

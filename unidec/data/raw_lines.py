@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import os
-import stat
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,17 +28,26 @@ AS_UTF8 = (
     "save the file as UTF-8 (Excel: CSV UTF-8), or convert it: iconv -f CP1252 -t UTF-8 FILE > NEW "
     "(-f UTF-16 for text in UTF-16)"
 )
-_UTF16 = (b"\xff\xfe", b"\xfe\xff")
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
+NOT_JSON = "not a JSON object"
+DATABASE_NULL = r"\N, a database's mark for a missing value"
+FIXES = {  # of errors in a line
+    NOT_UTF8: AS_UTF8,
+    NOT_JSON: "write one object per line (pandas: to_json(FILE, orient='records', lines=True))",
+    DATABASE_NULL: "export CSV with empty cells for missing values (PostgreSQL: COPY ... WITH "
+    "(FORMAT csv, HEADER, NULL '')); other exports also mark tabs and line ends with backslashes",
+}
+_UTF16 = "text in UTF-16", AS_UTF8
+_NOT_TEXT = {  # by the first two bytes
+    b"\xff\xfe": _UTF16,
+    b"\xfe\xff": _UTF16,
+    b"\x1f\x8b": ("packed with gzip, without .gz in its name", "add .gz to its name, or unpack it"),
 }
 
 
 def check_file(path: Path) -> None:
     """Raise a DataError unless `path` is a readable file, or a link to one."""
     try:
-        mode = path.stat().st_mode
+        path.stat()
     except FileNotFoundError as error:
         if not path.is_symlink():
             raise DataError("no such file", where=path, fix="check the path") from error
@@ -56,8 +64,9 @@ def check_file(path: Path) -> None:
             got=error.strerror,
             fix="correct or remove it, or grant the permission to read it",
         ) from error
-    if not stat.S_ISREG(mode):
-        kind = _KINDS.get(stat.S_IFMT(mode), "a special file")
+    if not path.is_file():
+        other = "a pipe" if path.is_fifo() else "a special file"
+        kind = "a folder" if path.is_dir() else other
         raise DataError(
             f"{kind} instead of a file",
             where=path,
@@ -75,7 +84,7 @@ def refuse(path: Path) -> Report:
             what,
             where=f"{path}:{line}",
             got=str(got)[:200],
-            fix=AS_UTF8 if what == NOT_UTF8 else None,
+            fix=FIXES.get(what),
         )
 
     return report
@@ -118,8 +127,8 @@ def read_lines(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> Iterator[tuple
     try:
         with gzip.open(path, "rb") if packed else open(path, "rb") as file:
             start = file.read(len(BOM))
-            if start[:2] in _UTF16:
-                raise DataError("text in UTF-16", where=path, fix=AS_UTF8)
+            if wrong := _NOT_TEXT.get(start[:2]):
+                raise DataError(wrong[0], where=path, fix=wrong[1])
             if start != BOM:
                 file.seek(0)
             while line := file.readline(bounds.max_row_bytes + 2):

@@ -8,7 +8,6 @@ which records it or raises.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,9 @@ from unidec.data.lookalike import names_like, plain
 from unidec.data.parquet_file import read_parquet
 from unidec.data.quoting import read_cells
 from unidec.data.raw_lines import (
+    DATABASE_NULL,
     DEFAULT_BOUNDS,
+    NOT_JSON,
     NOT_UTF8,
     Report,
     check_file,
@@ -111,11 +112,14 @@ def read_rows(
             raise DataError("an empty file", where=path, expected="a header and rows")
         check_header(names)
         for line, cells in rows:
-            if len(cells) == len(names):
-                yield line, dict(zip(names, cells, strict=True))
-            else:
+            row = dict(zip(names, cells, strict=False))
+            if len(cells) != len(names):
                 got = f"{len(cells)}: {cells[0][:40]!r}"
                 report(f"not {len(names)} columns", line, got)
+            elif r"\N" in map(row.get, columns):
+                report(DATABASE_NULL, line, row)
+            else:
+                yield line, row
 
 
 def columns_missing(
@@ -137,6 +141,10 @@ def no_text(value: object) -> str:
     """How to correct a value that is not a text."""
     if isinstance(value, bytes):
         return "decode bytes: column.str.decode('utf-8')"
+    if isinstance(value, list):
+        return (
+            "write a row per label: table.explode('label_id'), or join texts: column.str.join(' ')"
+        )
     return "save the column as strings, without lists, dates or truth values: column.astype(str)"
 
 
@@ -156,8 +164,7 @@ def _delimiter(path: Path, bounds: RawBounds) -> str:
 
 def check_names(names: Sequence[str], columns: Sequence[str], where: str) -> None:
     """Raise a DataError if one of these columns is given twice."""
-    count = Counter(names)
-    twice = [name for name in columns if count[name] > 1]
+    twice = [name for name in columns if names.count(name) > 1]
     if twice:
         raise DataError(
             f"columns given twice: {', '.join(twice)[:300]}",
@@ -174,9 +181,9 @@ def _json_object(line: bytes, number: int, report: Report) -> dict[str, Any]:
             if rb"\u" in line:
                 json.dumps(item, ensure_ascii=False).encode()
             return item
-        report("not a JSON object", number, type(item).__name__)
+        report(NOT_JSON, number, type(item).__name__)
     except UnicodeEncodeError:
         report(NOT_UTF8, number, "a lone surrogate")
     except (ValueError, RecursionError) as error:
-        report("not a JSON object", number, error)
+        report(NOT_JSON, number, error)
     return {}

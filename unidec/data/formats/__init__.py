@@ -188,7 +188,7 @@ def _detect(root: Path) -> str:
     for layout in LAYOUTS.values():
         for part in layout.needs:
             folder.find(root, part)  # raises an error if the file exists in another form
-    files = sorted(path.name for path in root.iterdir())
+    files = sorted(os.listdir(root))
     layouts = "".join(f"\n    {name}: {layout.expected}" for name, layout in LAYOUTS.items())
     raise DataError(
         "no layout fits the files of this folder",

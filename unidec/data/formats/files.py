@@ -28,9 +28,8 @@ from unidec.data.database import database, fill, first_rows, one_row, ordered
 from unidec.data.formats import folder
 from unidec.data.raw import TEXT_SCHEMA, RawData
 from unidec.data.raw_lines import (
-    AS_UTF8,
     DEFAULT_BOUNDS,
-    NOT_UTF8,
+    FIXES,
     Report,
     check_unpacked,
     decode,
@@ -172,8 +171,8 @@ class Source:
 
         def report(what: str, line: int, got: object) -> None:
             self.note(what, f"{name}:{line}", got)
-            if what == NOT_UTF8:
-                self.advise(AS_UTF8)
+            if what in FIXES:
+                self.advise(FIXES[what])
 
         return report
 

@@ -78,7 +78,7 @@ def _parts(path: Path) -> Iterator[Path]:
     `queries-00000-of-00002`.
     """
     stem = re.escape(path.stem)
-    suffix = re.escape(path.suffix)
+    suffix = re.escape(path.suffix).replace("jsonl", "jsonl?")
     inside = re.compile(rf".*{suffix}(\..*)?")
     beside = re.compile(rf"{stem}{_PART}{suffix}(\.gz)?")
     for folder, pattern in ((path.with_suffix(""), inside), (path.parent, beside)):
@@ -102,10 +102,10 @@ def _in_parts(path: Path, parts: list[Path]) -> DataError:
     )
 
 
-_HEADERS = ", with one header: awk 'FNR > 1 || NR == 1' PART... > FILE"
+_HEADERS = ", with one header (unpack .gz first): awk 'FNR > 1 || NR == 1' PART... > FILE"
 _JOIN = {
     ".csv": _HEADERS,
     ".tsv": _HEADERS,
-    ".jsonl": ": cat PART... > FILE",
+    ".jsonl": ": gunzip -cf PART... > FILE",
     ".parquet": ": pyarrow.parquet.write_table(pyarrow.dataset.dataset(PARTS).to_table(), FILE)",
 }

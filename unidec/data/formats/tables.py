@@ -9,7 +9,6 @@ BEIR: corpus.jsonl (labels), queries.jsonl, qrels/{train,dev,test}.tsv.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -287,7 +286,7 @@ def _note_unknown(
     """Record pairs with an unknown uid (`uids`: by row), each with the known uid that it resembles
     and how they differ.
     """
-    lookalikes = Known(itertools.chain.from_iterable(block.to_pylist() for block in known.chunks))
+    lookalikes = Known(known.to_pylist())
     differences = Counter[tuple[str, str]]()
     details: dict[int, str] = {}
     for row, uid in uids.items():
@@ -296,6 +295,8 @@ def _note_unknown(
         if other is not None:
             details[row] = f"{visible(uid)}; there is a {what} {visible(other)}"
             differences[difference(uid, other)] += 1
+        elif {*",;|"}.intersection(uid):
+            source.advise("docs/data.md (Layouts) makes pairs of a cell with several ids")
     source.note_rows(f"pair with an unknown {what}", at, np.asarray(list(uids)), "uid {}", details)
     for (words, fix), count in differences.items():
         source.advise(
