@@ -115,8 +115,7 @@ def commit(params: Params, version: Any, verdict: str, extra: Sequence[str] = ()
         _git("commit", *how, "--", *paths)
     done = {"commit": _git("rev-parse", "HEAD")}
     with harmless("the commit could not be recorded with the version"):
-        client = open_client()
-        client.set_model_version_tag(name, str(version), LOCK_COMMIT_TAG, done["commit"])
+        open_client().set_model_version_tag(name, str(version), LOCK_COMMIT_TAG, done["commit"])
     if params.retrain.commit == "tag":
         done["tag"] = f"{name}-v{version}".replace(" ", "-")
         if not _git("tag", "--list", done["tag"]):

@@ -50,7 +50,8 @@ _SECRET_VALUE = re.compile(
 _HEADER = re.compile(r"(?i)(authorization['\"]?\s*[:=]\s*['\"]?(?:basic|bearer)?\s*)[^\s'\"]+")
 
 _SECRET_VARIABLE = re.compile(
-    r"(?i)PASSWORD|PASSWD|SECRET|TOKEN|API_?KEY|ACCESS_KEY|AUTH_STRING|CREDENTIALS"
+    r"(?i)(?!.*_(FILE|PATH|DIR)$)"
+    r".*(PASSWORD|PASSWD|SECRET|TOKEN|API_?KEY|ACCESS_KEY|AUTH_STRING|CREDENTIALS)"
 )
 _SHORTEST_SECRET = 8  # shorter ones may be ordinary words of a message
 
@@ -207,9 +208,7 @@ def secrets_of_environment() -> list[str]:
         found = ""
         if "://" in value:
             found = parse(value).password
-        elif _SECRET_VARIABLE.search(name) and not name.upper().endswith(
-            ("_FILE", "_PATH", "_DIR")
-        ):
+        elif _SECRET_VARIABLE.match(name):
             found = value
         if len(found) >= _SHORTEST_SECRET or (len(found) >= 4 and not found.isalnum()):
             forms = (found, quote(found), quote(found, safe=""), quote_plus(found))

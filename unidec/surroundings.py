@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
@@ -63,6 +64,7 @@ def settle() -> None:
     """Make this process, and those that it starts, independent of its surroundings."""
     _open_standard_streams()
     reach_local_servers()
+    os.environ["MPLBACKEND"] = "agg"  # a notebook's is often not installed here
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None or isinstance(stream, Output):
@@ -76,7 +78,7 @@ def settle() -> None:
 def reach_local_servers() -> None:
     """Reach servers on this machine without a proxy."""
     for name in ("NO_PROXY", "no_proxy"):
-        known = list(filter(None, map(str.strip, os.environ.get(name, "").split(","))))
+        known = re.findall(r"[^,\s]+", os.environ.get(name, ""))
         missing = [host for host in LOCAL_HOSTS if host not in known]
         if known != ["*"] and missing:
             os.environ[name] = ",".join([*known, *missing])

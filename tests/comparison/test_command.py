@@ -255,7 +255,7 @@ def test_terminated_and_started_again(project: Path, warm_python: list[str]) -> 
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     _, printed = process.communicate(timeout=120)
-    assert process.returncode == 143 and "re-run the command to resume" in printed
+    assert process.returncode == 143 and "run again to resume" in printed
     (run,) = cells.glob("0-*/runs/*/rounds.jsonl")
     folder = run.parents[2]
     before = (run.parent / "rounds.jsonl").read_text().splitlines()

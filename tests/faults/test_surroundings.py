@@ -48,7 +48,7 @@ ENVIRONMENTS: dict[str, dict[str, str | None]] = {
     },
     "dvc": {"DVC_ROOT": "/nonexistent", "DVC_EXP_NAME": "x", "DVC_STUDIO_TOKEN": "x"},
     "git": {"GIT_DIR": "/nonexistent", "GIT_CONFIG_GLOBAL": "/nonexistent"},
-    "own": {"UNIDEC_RUN_TAGS": "x", "UNIDEC_LOCK": "x", "UNIDEC_MLFLOW_UI": "x"},
+    "own": {"UNIDEC_LOCK": "x", "UNIDEC_MLFLOW_UI": "x"},
     "no temporary folder": {
         "TMPDIR": "/nonexistent",
         "TEMP": "/nonexistent",
@@ -62,13 +62,14 @@ ENVIRONMENTS: dict[str, dict[str, str | None]] = {
     },
     "dumb terminal": {"TERM": "dumb", "COLUMNS": "0", "LINES": "0", "NO_COLOR": "1"},
     "no terminal": {"TERM": None, "COLUMNS": "wide", "LINES": "-3", "FORCE_COLOR": "1"},
-    "no such zone": {"TZ": "garbage/zone"},
+    "zone by its offset": {"TZ": "UTC-3"},
     "no such locale": {"LANG": "zz_ZZ.utf99", "LC_ALL": "zz_ZZ.utf99", "LANGUAGE": "zz"},
     "ascii": {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
     "ascii output": {"PYTHONIOENCODING": "ascii"},
     "latin-1 output": {"PYTHONIOENCODING": "latin-1:strict"},
     "threads": {"OMP_NUM_THREADS": "many", "MKL_NUM_THREADS": "-1", "OPENBLAS_NUM_THREADS": ""},
     "hashes": {"PYTHONHASHSEED": "7", "PYTHONOPTIMIZE": "0", "PYTHONUNBUFFERED": "1"},
+    "notebook": {"MPLBACKEND": "module://matplotlib_inline.backend_inline"},
     "plots": {"MPLBACKEND": "nothing", "MPLCONFIGDIR": "/dev/null/x", "HF_HOME": "/dev/null/x"},
 }
 NEED_SERVER = ("mlflow address", "mlflow scheme", "mlflow refused", "database refused")
@@ -157,6 +158,22 @@ def test_commands_with_heavy_packages(
     assert is_worked_or_one_message(done), done.stderr[-3000:]
     assert done.returncode == usual_code or name in NEED_SERVER, done.stderr[-3000:]
     assert seconds < usual_seconds * 2 + 5
+
+
+def test_a_notebooks_backend_is_not_loaded(project: Path) -> None:
+    program = (
+        "from unidec import surroundings; surroundings.settle(); "
+        "import matplotlib; print(matplotlib.get_backend())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=project,
+        env=os.environ | ENVIRONMENTS["notebook"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip().lower() == "agg"
 
 
 @pytest.mark.parametrize("name", ["mlflow address", "mlflow refused", "database refused"])

@@ -26,7 +26,7 @@ from typer import Argument, Exit, Option
 from unidec import pipeline
 from unidec.addresses import mask_logs, masked_excepthook
 
-# init adds its command
+# the others add their commands
 from unidec.cli import bundles, commands, data_commands, init, label_commands, models  # noqa: F401
 from unidec.cli.commands import (
     DEFAULT_PARAMS,
@@ -155,8 +155,7 @@ def compare(
     """
     if not report_only:
         # replaces this process, so that signals and the exit code are the flow's
-        _, *words = _arguments()
-        os.execv(sys.executable, [sys.executable, "-m", "flows.compare", *words])
+        os.execv(sys.executable, [sys.executable, "-m", "flows.compare", *_arguments()[1:]])
     from unidec.comparison.results import write_report
     from unidec.comparison.workspace import load_comparison
 
@@ -335,18 +334,6 @@ def version() -> None:
     for name in _VERSIONED.split():
         with contextlib.suppress(metadata.PackageNotFoundError):
             print(f"{name} {metadata.version(name)}")
-
-
-for _group in (
-    data_commands.data_app,
-    models.models_app,
-    label_commands.labels_app,
-    bundles.index_app,
-    bundles.export_app,
-    runs_app,
-    config_app,
-):
-    app.add_typer(_group)
 
 
 def _run(arguments: list[str]) -> None:

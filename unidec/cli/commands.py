@@ -84,7 +84,9 @@ def bundle_folder(address: str) -> Path:
 
 def group(name: str, about: str) -> Typer:
     """A group of commands; without a command it prints its help."""
-    return Typer(name=name, help=about, no_args_is_help=True, rich_markup_mode=None)
+    made = Typer(name=name, help=about, no_args_is_help=True, rich_markup_mode=None)
+    app.add_typer(made)
+    return made
 
 
 def command(

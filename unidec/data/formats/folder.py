@@ -88,8 +88,9 @@ def _parts(path: Path) -> Iterator[Path]:
 
 def _files_in(folder: Path) -> list[Path]:
     """The files of a folder, sorted, without those whose names begin with "." or "_"."""
-    files = sorted(file for file in folder.iterdir() if file.is_file())
-    return [file for file in files if not file.name.startswith((".", "_"))]
+    return sorted(
+        file for file in folder.iterdir() if file.is_file() and not file.name.startswith((".", "_"))
+    )
 
 
 def _in_parts(path: Path, parts: list[Path]) -> DataError:
