@@ -509,6 +509,20 @@ def test_outputs_are_cached_of_what_is_not_trained(tiny_params, overrides, is_ca
     assert ("cached outputs of what is frozen" in by_name(plan.amounts)) == is_cached
 
 
+def test_a_transformer_that_is_all_that_trains(tiny_params):
+    """As NGAME's first stage: without a projection no other weight has a gradient."""
+    settings = {
+        "encoder.kind": "transformer",
+        "encoder.trainable_layers": -1,
+        "model.heads": "de",
+        "model.projection": False,
+        "model.dim": 32,
+        "index.space": "de",
+    }
+    plan = plan_memory(tiny_params(**settings), Sizes.given(400, 1080, 8))
+    assert by_name(plan.amounts)["transformer"] > 0
+
+
 def test_degenerate_sizes(tiny_params):
     params = tiny_params(**{"pool.batch_size": 512})
     for labels, queries, tokens in (

@@ -105,6 +105,10 @@ class _OneOf(Ranks):
     def all_reduce(self, *_: Any, **__: Any) -> None:
         pass
 
+    def norm(self, *_: Any) -> Tensor:
+        """A scalar, also if all weights that train are the transformer's, which does no work."""
+        return torch.zeros(())
+
     def _gather(self, x_RD: Tensor, sizes: Sequence[int]) -> Tensor:
         return x_RD.new_empty(sum(sizes), *x_RD.shape[1:])
 
@@ -275,7 +279,6 @@ class _Probe:
         num_used = self.num_batch * (sizes.labels_a_query + params.pool.eta)
         self.num_used = min(num_used, num_labels)
         self.spacing = num_labels // self.num_used  # so that each rank has some of these labels
-        self.gpu = gpu
         self.builder = _Builder if gpu else InputBuilder
         self.packs = gpu and half and is_packable(encoder_config(params.encoder.name))
         # the last rank has the largest part of the labels
@@ -401,10 +404,9 @@ class _Probe:
         shape = (num_queries, self.num_labels)
         labels = places % self.num_used * self.spacing
         ones = np.ones(len(places), np.float32)
-        entries = (ones, (places // each, labels))
         return TrainingPairs(
             rows=np.arange(num_queries),
-            relevance=sp.csr_matrix(entries, shape),
+            relevance=sp.csr_matrix((ones, (places // each, labels)), shape),
             filter_pairs=sp.csr_matrix(shape, dtype=bool),
             soft=self.params.pool.gandalf,
         )
