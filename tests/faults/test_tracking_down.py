@@ -112,6 +112,7 @@ def test_a_server_killed_and_brought_back_while_a_training_goes_on(server, tmp_p
     assert history(server.uri, tracker.run_id, "training/epoch") == [
         (s, s / 100) for s in range(steps)
     ]
+    assert history(server.uri, tracker.run_id, "test/P_at_1") == [(0, 40.0), (0, 41.0)]
     assert run.data.metrics["test/P_at_1"] == 41.0, "the newest is shown"
     path = open_client(server.uri).download_artifacts(
         tracker.run_id, "plots/plot.txt", str(tmp_path)
