@@ -197,8 +197,9 @@ SPEC = {
     | {
         "loss.de": "ds",
         "model.temperature": 0.02,
+        "model.query_head": True,
         "teacher.words": True,
-        "teacher.weight": 1.0,
+        "teacher.weight": 0.5,
         "optim.epochs": 20,
     },
     "depsl-gpu-query2bid": ENCODER_ALONE
@@ -536,6 +537,7 @@ def test_a_recipe_trains(
         heads[kind] -= {"table"} if params.optim.lr_clf == 0 else set()
         heads[kind] |= {"tree"} if params.model.levels else set()
     heads["de"] |= {"auxiliary"} if params.model.auxiliary else set()
+    heads["de"] |= {"head_query"} if params.model.query_head else set()
     expected = heads[params.model.heads] | (set() if params.encoder.frozen else {"encoder"})
     assert {key.split(".")[0] for key in moved} - {"log_scale"} == expected
 

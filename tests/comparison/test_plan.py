@@ -332,6 +332,6 @@ def test_shipped_comparisons_are_valid(
         recipes = {job.params.recipe for job in comparison.jobs.values() if job.kind in kinds}
         # unidec-long is unidec on another text and encoder, which a comparison says for all alike;
         # unidec-taught has its teacher from a GPU; unidec-matryoshka is unidec at several widths;
-        # depsl-words is depsl with a teacher and more epochs
+        # depsl-words is depsl with a layer for queries, a teacher and more epochs
         others = {"unidec-long", "unidec-taught", "unidec-matryoshka", "depsl-words"}
         assert recipes == {name for name in recipe_names() if "gpu" not in name} - others

@@ -49,6 +49,7 @@ def real_bundle(
     clf_weight: float = 0.8,
     dim: int = 24,
     unit_length: bool = True,
+    query_head: bool = False,
     max_length: int = 16,
     served: int | None = None,
     **encoder: Any,
@@ -63,6 +64,7 @@ def real_bundle(
         dim=dim,
         projection=dim == 24,
         normalize=unit_length,
+        query_head=query_head,
         dropout=0.0,
         clf_bias=clf_bias,
     )  # type: ignore[arg-type]

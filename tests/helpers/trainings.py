@@ -62,7 +62,7 @@ def loss_by_teacher(trainer):
     x = trainer.model.encoder(batch.texts).detach()
     (method,) = trainer.batches.methods.score_losses
     own = batch.counts.own_queries
-    de = trainer.model.de(x)
+    de = trainer.model.de(x, own)
     score = de[:own] @ de[own:].T / trainer.settings.model.temperature
     loss = method.loss("de", score.detach(), batch.targets, batch)
     return float(loss) / trainer.settings.teacher.weight

@@ -252,8 +252,8 @@ def mixed(c):
 
 
 def depsl_words(c):
-    """DePSL's loss, and the mean over queries of -sum_l p_l log q_l: p by words, with the sum 1
-    over the pool but ignored labels, q of the dual encoder.
+    """DePSL's loss, and half the mean over queries of -sum_l p_l log q_l: p by words, with the sum
+    1 over the pool but ignored labels, q of the dual encoder.
     """
     targets = c.trainer.batches.methods.score_losses[0].targets
     labels = c.batch.pool.pool_S
@@ -266,7 +266,8 @@ def depsl_words(c):
         total = log_sum(list(score[i, seen]))
         sum_p = max(p[seen].sum(), 1e-12)
         cross_entropies.append(sum(p[j] / sum_p * (total - score[i, j]) for j in seen))
-    return both_ways(decoupled, score, *c.pool) + sum(cross_entropies) / len(cross_entropies)
+    mean = sum(cross_entropies) / len(cross_entropies)
+    return both_ways(decoupled, score, *c.pool) + 0.5 * mean
 
 
 FORMULAS = {
@@ -338,6 +339,8 @@ class Case:
         names = ("gates", "related_gate", "auxiliary")
         gates = [getattr(model, name) for name in names if hasattr(model, name)]
         gates += [] if self.tree_of is None else list(self.tree_of.parameters())
+        if model.head_query is not None:  # no copy of the labels' any more
+            gates.append(model.head_query[0].weight)
         for weight in [table.weight for table in model.tables().values()] + gates:
             torch.nn.init.normal_(weight, std=0.3)
         relevance = dataset.relevance.toarray() > 0
@@ -411,6 +414,9 @@ class Case:
         x = self.mixed(leaf)
         if model.head_de is not None:
             vectors = torch.tanh(linear(model.head_de[0], x))
+            if model.head_query is not None:
+                query = torch.tanh(linear(model.head_query[0], x[: self.own]))
+                vectors = torch.cat([query, vectors[self.own :]])
             if hasattr(model, "auxiliary"):
                 rows = model.auxiliary.detach().double().requires_grad_()
                 pool = self.batch.pool.pool_S

@@ -76,6 +76,7 @@ VARIANTS = {
     "bag": {"encoder.residual": True},
     "bag, bias": {"model.clf_bias": True, "model.learn_temperature": True},
     "de": {"model.heads": "de"},
+    "head for queries": {"model.query_head": True},
     "clf": {"model.heads": "clf", "model.clf_bias": True},
     "frozen": {"encoder.kind": "transformer"},
     "one layer": {
@@ -152,6 +153,25 @@ def test_heads_equal_their_formulas(tiny_bert, tiny_params):
     )
     np.testing.assert_allclose(de, torch.stack(expected[0]).detach().numpy(), rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(clf, torch.stack(expected[1]).detach().numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_queries_have_their_own_layer_which_starts_like_that_of_the_labels(tiny_bert, tiny_params):
+    tokens = encode_texts(TEXTS, tiny_bert, 16)
+    shared = make_model(tiny_bert, tiny_params()).eval()
+    model = make_model(tiny_bert, tiny_params(**{"model.query_head": True})).eval()
+    assert same(outputs(shared), outputs(model))
+    torch.nn.init.normal_(model.head_query[0].weight)
+    torch.nn.init.normal_(model.head_query[0].bias)
+    x_NW = torch.from_numpy(model.encode("queries", tokens))
+    head = model.head_query[0]
+    own = F.normalize(torch.tanh(x_NW @ head.weight.T + head.bias), dim=1).detach()
+    theirs = torch.from_numpy(shared.encode_labels(tokens))
+    torch.testing.assert_close(torch.from_numpy(model.encode_queries(tokens)[0]), own)
+    assert np.array_equal(model.encode_labels(tokens), theirs)
+    for num_queries in range(len(TEXTS) + 1):
+        expected = torch.cat([own[:num_queries], theirs[num_queries:]])
+        torch.testing.assert_close(model.de(x_NW, num_queries).detach(), expected)
+    torch.testing.assert_close(model.de(x_NW).detach(), own)
 
 
 @pytest.mark.parametrize("normalize", [True, False])

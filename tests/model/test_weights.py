@@ -47,6 +47,7 @@ def start(tiny_bert, tiny_params, tmp_path):
 
 KINDS = {
     "bag": {},
+    "query head": {"model.query_head": True},
     "residual": {"encoder.residual": True},
     "transformer": {"encoder.kind": "transformer"},
     "both": {"encoder.kind": "both", "encoder.trainable_layers": 1},
@@ -78,12 +79,13 @@ def test_weights_after_the_start_do_not_depend_on_the_seed(tiny_bert, tiny_param
     [
         ("de", "clf"),
         ("clf", "de"),
+        ("de", "query"),
+        ("clf", "query"),
     ],
 )
 def test_a_head_that_the_start_lacks_begins_as_its_other_one(start, had, missing):
-    old, new = start(
-        {"model.heads": had, "index.space": had}, **{"model.heads": "both", "index.space": "both"}
-    )
+    now = {"model.heads": "both", "index.space": "both", "model.query_head": missing == "query"}
+    old, new = start({"model.heads": had, "index.space": had}, **now)
     given = getattr(old, f"head_{had}")[0]
     taken = getattr(new, f"head_{missing}")[0]
     assert torch.equal(given.weight, taken.weight)

@@ -46,6 +46,7 @@ def bundled(tmp_path: Path, tiny_bert: Path, tiny_distilbert: Path):
         transformer: str = "bert",
         dim: int = 8,
         normalize: bool = True,
+        query_head: bool = False,
         **encoder,
     ) -> tuple[UniDEC, ModelConfig]:
         torch.manual_seed(4)
@@ -53,10 +54,13 @@ def bundled(tmp_path: Path, tiny_bert: Path, tiny_distilbert: Path):
         settings = Encoder(name=str(source), **encoder)
         params = {"tokens": {"max_length": 12}}
         options = Model(heads=heads, dim=dim, projection=dim == 8, normalize=normalize)  # type: ignore[arg-type]
+        options = options.model_copy(update={"query_head": query_head})
         model = UniDEC.create(settings, options, 5, source, 0, params)  # type: ignore[arg-type]
         if model.encoder.bag is not None:
             torch.nn.init.normal_(model.encoder.bag.log_weight.weight, std=0.3)
             torch.nn.init.normal_(model.encoder.bag.embedding.weight)
+        if model.head_query is not None:
+            torch.nn.init.normal_(model.head_query[0].weight)
         if model.encoder.residual is not None:
             torch.nn.init.normal_(model.encoder.residual[3].weight, std=0.3)
         with write_folder(tmp_path / "model", KIND, VERSION) as out:
@@ -88,6 +92,8 @@ CASES = [
     {"kind": "transformer", "trainable_layers": -1, "dim": 32},  # no projection
     {"kind": "both", "trainable_layers": 0, "dim": 64, "normalize": False},
     {"kind": "transformer", "trainable_layers": -1, "heads": "de", "normalize": False},
+    {"kind": "bag", "query_head": True},
+    {"kind": "both", "trainable_layers": 0, "heads": "de", "query_head": True},
 ]
 
 

@@ -218,13 +218,6 @@ def test_what_differs_is_refused_by_name(open_trainer):
     open_trainer(**{"run.checkpoint_steps": 7})  # changes nothing that is learnt
 
 
-def test_notes_are_kept(open_trainer):
-    trainer = open_trainer()
-    trainer.at.notes["mlflow_run_id"] = "abc"
-    train_to_the_end(trainer)
-    assert open_trainer().at.notes == {"mlflow_run_id": "abc"}
-
-
 def test_what_is_accepted_must_still_fit(
     open_trainer, tiny_dataset, tiny_tokens, tiny_params, tmp_path
 ):

@@ -133,7 +133,8 @@ def read_window(
     for text, row in _texts(numbered, path, column):
         texts.append(text)
         rows.append({key: row[key] for key in LABEL_COLUMNS if key in row})
-    if rows and all(map(_is_judgement, rows)):
+    kinds = {(type(row.get("label")), type(row.get("relevant"))) for row in rows}
+    if kinds == {(str, bool)}:
         return _judged(texts, rows)
     if not any("labels" in row for row in rows):
         return Window(texts)
@@ -141,10 +142,6 @@ def read_window(
     for place, row in enumerate(rows):
         labels.append(_uids(row.get("labels"), f"{path}, row {place}"))
     return Window(texts, labels)
-
-
-def _is_judgement(row: dict[str, Any]) -> bool:
-    return isinstance(row.get("label"), str) and isinstance(row.get("relevant"), bool)
 
 
 def _judged(texts: Sequence[str], rows: Sequence[dict[str, Any]]) -> Window:

@@ -80,8 +80,17 @@ def add(
 
     examples = [LabelText(str(uid), one) for one in query or []]
     examples += _read(queries, params)
-    options: Any = {"out": out, "register": register, "dry_run": dry_run}
-    return _flat(change_labels(params, bundle, add=texts, examples=examples, **options))
+    return _flat(
+        change_labels(
+            params,
+            bundle,
+            add=texts,
+            examples=examples,
+            out=out,
+            register=register,
+            dry_run=dry_run,
+        )
+    )
 
 
 @command(labels_app, 'kate "editor for KDE"', "--file changed.csv", loads=load_if_there)
@@ -100,8 +109,9 @@ def update(
     texts = _texts(uid, text, title, file, params)
     from unidec.pipeline.label_stages import change_labels
 
-    options: Any = {"out": out, "register": register, "dry_run": dry_run}
-    return _flat(change_labels(params, bundle, update=texts, **options))
+    return _flat(
+        change_labels(params, bundle, update=texts, out=out, register=register, dry_run=dry_run)
+    )
 
 
 @command(labels_app, "kate gedit", "--file gone.csv --dry-run", loads=load_if_there)

@@ -251,9 +251,7 @@ def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
     labels[np.arange(K) < num_n1] = lists.flatten()
     np.save(PREDICTIONS, labels, allow_pickle=False)
     bundle = Bundle.load(paths.BUNDLE, verify=False)
-    model = bundle.model
-    parts = filter(None, (model.encoder, model.head_de, model.head_clf))
-    sizes = [weight.numel() for part in parts for weight in part.parameters()]
+    sizes = [weight.numel() for weight in bundle.model.parameters()]
     rows = bundle.vectors.keys() & {"clf", "bias"}
     sizes += [bundle.vectors[name].size for name in rows]
     result["costs"] |= {

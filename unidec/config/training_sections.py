@@ -118,6 +118,8 @@ class Model(Section):
     """heads to train: dual encoder, classifier, or both (UniDEC)"""
     projection: bool = True
     """each head is a trained layer over the encoder's vector; false: that vector itself"""
+    query_head: bool = False
+    """queries have their own layer in the dual encoder; it starts as a copy of the labels'"""
     normalize: bool = True
     """normalise the dual encoder's vectors to unit length"""
     dim: Count = 384

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import stat
 import time
 from collections.abc import Iterator, Mapping
@@ -29,6 +28,7 @@ from pydantic_core import to_jsonable_python
 
 from unidec.data.temporary import remove, remove_stale, temporary_path
 from unidec.errors import ArtifactError
+from unidec.machine import available_disk
 from unidec.version import __version__
 
 MANIFEST = "manifest.json"
@@ -121,15 +121,12 @@ def write_folder(
 def swap_folder(
     path: str | os.PathLike[str], *, num_bytes: int = 0, beside: str | None = None
 ) -> Iterator[Path]:
-    """`write_folder` without a manifest, for folders of other programs; yields the temporary
-    folder.
-    """
+    """`write_folder` without a manifest, for folders of other programs; yields the folder."""
     final = Path(os.path.abspath(path))
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         remove_stale(final.parent, glob.escape(final.name))
-        if num_bytes > shutil.disk_usage(final.parent).free:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        check_space(final, num_bytes)
         temporary = temporary_path(final) if beside is None else final.with_name(beside)
         remove(temporary)
         temporary.mkdir()
@@ -482,12 +479,17 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def check_space(path: Path, num_bytes: int) -> None:
+    """Raise ArtifactError if a file or folder of this size does not fit on its disk."""
+    if num_bytes > available_disk(path):
+        raise storage_error(path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), num_bytes)
+
+
 def storage_error(path: Path, error: OSError, num_bytes: int = 0) -> ArtifactError:
     """The error for a file or folder that cannot be written; `num_bytes` is its size, if known."""
     got = str(error.strerror or error)
     with contextlib.suppress(OSError):
-        place = path.parent if path.parent.is_dir() else "/"
-        got += f", {shutil.disk_usage(place).free:,} bytes free"
+        got += f", {available_disk(path):,} bytes free"
     what = "cannot be written"
     fix = "check the folder's permissions"
     if error.errno in _NO_SPACE:

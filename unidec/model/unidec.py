@@ -4,12 +4,13 @@ Legend: B texts of a batch, N all texts, L labels, D width of a head, W width of
 
 Source: UniDEC (thesis, chapter 2): Phi_D(t) = normalize(g1(Phi(t))) for queries and labels,
 Phi_C(x) = g2(Phi(x)) for queries, Psi an L x D table. Without `projection`, g1 and g2 are the
-identity (DPR, NGAME, DEXML). Methods of single papers add parts of their own
-(`unidec.model.additions`, `unidec.methods`).
+identity (DPR, NGAME, DEXML). With `query_head`, queries have their own g1. Methods of single papers
+add parts (`unidec.model.additions`, `unidec.methods`).
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import shutil
@@ -42,11 +43,7 @@ from unidec.model.arrays import (
 )
 from unidec.model.dense import Dense, load_dense
 from unidec.model.dropout import Dropout
-from unidec.model.encoder import (
-    TextEncoder,
-    empty_transformer,
-    load_transformer,
-)
+from unidec.model.encoder import TextEncoder, empty_transformer, load_transformer
 from unidec.model.encoder_folder import resolved
 from unidec.model.encoder_inputs import InputBuilder
 from unidec.model.lora import merged, with_own_weights, without_own_weights
@@ -108,6 +105,7 @@ class UniDEC(nn.Module):
         self.heads = settings.heads
         self.encoder = encoder
         self.head_de: nn.Sequential | None = None
+        self.head_query: nn.Sequential | None = None  # of the dual encoder, for queries alone
         self.head_clf: nn.Sequential | None = None
         self.table: RowTable | None = None
         self.bias: RowTable | None = None
@@ -117,6 +115,8 @@ class UniDEC(nn.Module):
             self._register(name, part)
         if self.heads != "clf":
             self.head_de = self._new_head(nn.Tanh())
+            if settings.query_head:
+                self.head_query = copy.deepcopy(self.head_de)
         if self.heads != "de":
             self.head_clf = self._new_head()
             self._create_table(additions.num_rows, placement)
@@ -217,18 +217,23 @@ class UniDEC(nn.Module):
         layers = self.head_clf if dropout else self.head_clf[0]
         return F.normalize(layers(x_SW).float(), dim=-1)
 
-    def de(self, x_BW: Tensor, labels_S: Tensor | None = None) -> Tensor:
+    def de(
+        self, x_BW: Tensor, num_queries: int | None = None, labels_S: Tensor | None = None
+    ) -> Tensor:
         """Phi_D, float32 [B, D], of unit length unless `normalize` is off.
 
         Args:
-            x_BW: encoder outputs.
-            labels_S: int64, the labels whose texts are the last S rows of `x_BW`: methods may
-                change their vectors.
+            x_BW: encoder outputs of `num_queries` queries (None: all), and then of label texts.
+            labels_S: int64, the labels of these texts: methods may change their vectors.
         """
         assert self.head_de is not None
-        de_BD = self.head_de(x_BW).float()
+        head_query = self.head_query or self.head_de
+        if head_query is self.head_de or num_queries is None:
+            de_BD = head_query(x_BW).float()
+        else:
+            query_BD = head_query(x_BW[:num_queries])
+            de_BD = torch.cat([query_BD, self.head_de(x_BW[num_queries:])]).float()
         if labels_S is not None and self.label_vectors is not None:
-            num_queries = len(de_BD) - len(labels_S)
             label_SD = self.label_vectors(self, de_BD[num_queries:], labels_S)
             de_BD = torch.cat([de_BD[:num_queries], label_SD])
         return F.normalize(de_BD, dim=-1) if self.settings.normalize else de_BD
@@ -240,8 +245,7 @@ class UniDEC(nn.Module):
 
     def tables(self) -> dict[str, RowTable]:
         """All row tables by name."""
-        modules = self.named_modules()
-        return {name: module for name, module in modules if isinstance(module, RowTable)}
+        return {name: part for name, part in self.named_modules() if isinstance(part, RowTable)}
 
     @property
     def device(self) -> torch.device:
@@ -338,9 +342,10 @@ class UniDEC(nn.Module):
             return None, None
         for some, x_BW in self._blocks(name, tokens, rows, build, batch_size, desc=desc):
             labels = to_device(rows[some], self.device) if name == "labels" else None
+            num_queries = 0 if name == "labels" else None
             with torch.autocast(self.device.type, enabled=False):
                 for head, vectors_ND in out.items():
-                    head_BD = self.de(x_BW, labels) if head == "de" else self.clf(x_BW)
+                    head_BD = self.de(x_BW, num_queries, labels) if head == "de" else self.clf(x_BW)
                     vectors_ND[some] = head_BD.cpu().numpy()
         return out.get("de"), out.get("clf")
 
@@ -391,8 +396,7 @@ class UniDEC(nn.Module):
     def save_into(
         self, folder: Folder, extra: dict[str, Any] | None = None, exported: Exported = AS_TRAINED
     ) -> None:
-        """Write weights, configuration and tokenizer into a folder that `storage.write_folder`
-        opened.
+        """Write weights, configuration and tokenizer into a folder of `storage.write_folder`.
 
         Args:
             extra: further entries of config.json.

@@ -159,6 +159,10 @@ def take_start(
             ) from error
 
 
+# the head as which a head begins that the start lacks
+_OTHER_HEADS = {"head_de": "head_clf", "head_clf": "head_de", "head_query": "head_de"}
+
+
 def _start_sources(state: Collection[str], start: Collection[str]) -> dict[str, str]:
     """For the name of each weight of encoder and heads, in a new model or in the start alone: the
     name of the start's weight that is copied to it.
@@ -167,11 +171,13 @@ def _start_sources(state: Collection[str], start: Collection[str]) -> dict[str, 
     residual = "encoder.residual."
     if not any(name.startswith(residual) for name in start):
         sources = {name: name for name in sources if not name.startswith(residual)}
-    for head, other in (("head_de", "head_clf"), ("head_clf", "head_de")):
+    for head, other in _OTHER_HEADS.items():
         source = head if f"{head}.0.weight" in start else other
         for parameter in ("weight", "bias"):
-            if f"{head}.0.{parameter}" in state:
-                sources[f"{head}.0.{parameter}"] = f"{source}.0.{parameter}"
+            own = f"{head}.0.{parameter}"
+            name = f"{source}.0.{parameter}"
+            if own in state:
+                sources[own] = sources.get(name, name)
     return sources
 
 

@@ -134,7 +134,8 @@ class FastEncoder:
             self._heads: dict[str, Layer | None] = {}
             for head in ("de", "clf"):
                 if about.heads in ("both", head):
-                    layer = f"head_{head}.0"
+                    is_own = head == "de" and about.settings.query_head
+                    layer = "head_query.0" if is_own else f"head_{head}.0"
                     projects = about.settings.projection
                     self._heads[head] = _linear(arrays, layer) if projects else None
             # encode a text of maximum length with the largest token id, to detect a misfit now and

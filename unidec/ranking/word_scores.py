@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_matrix, diags
+from scipy.sparse.linalg import norm
 
 from unidec.ranking.heads import PairScores, first_keys
 from unidec.ranking.neighbours import Neighbours
@@ -221,7 +222,7 @@ class WordScorer:
         # sums of the word vectors of each label's training queries (PECOS: PIFA); normalised below
         sum_LF = csr_matrix(neighbours.labels_ML.T @ neighbours.compared_MD)
         sum_LF = keep_largest(sum_LF, _PROFILE_WORDS)
-        norm_L = np.sqrt(_row_sums(sum_LF.multiply(sum_LF)))
+        norm_L = norm(sum_LF, axis=1)
         self._norm_L = norm_L
         inverse_L = np.divide(1, norm_L, out=np.zeros_like(norm_L), where=norm_L > 0)
         self._profiles = Postings(diags(inverse_L) @ sum_LF)
@@ -288,7 +289,3 @@ class WordScorer:
         valid_O &= rest_square_O > _ROUNDING * norm_O**2
         rest_norm_O = np.sqrt(np.maximum(rest_square_O, 0))
         return np.divide(rest_O, rest_norm_O, out=np.zeros_like(rest_O), where=valid_O)
-
-
-def _row_sums(matrix: csr_matrix) -> Floats:
-    return np.asarray(matrix.sum(axis=1)).ravel()

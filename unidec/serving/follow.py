@@ -249,7 +249,8 @@ class Follower:
                 self._refuse(version, error)
             self._problem(f"{on_a_line(error)}; serving {words_of(noted, self.source)}")
             folder = COPIES / noted["sha256"][:16]
-            return self._load_engine(_identity(noted), folder)
+            noted = {name: noted[name] for name in noted if name != "at"}
+            return self._load_engine(Identity(**noted), folder)
         self._note_served(engine.identity)
         return engine
 
@@ -402,11 +403,6 @@ class Follower:
 
 def _sha256_of(engine: Engine | None) -> str | None:
     return None if engine is None else engine.identity.sha256
-
-
-def _identity(noted: dict[str, Any]) -> Identity:
-    """The version in a note of `note_known`, without the note's time."""
-    return Identity(**{name: value for name, value in noted.items() if name != "at"})
 
 
 def _named(error: Exception) -> str:

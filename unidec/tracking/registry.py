@@ -5,7 +5,6 @@ verified versions.
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import importlib.metadata
 import os
@@ -18,9 +17,8 @@ from urllib.parse import unquote, urlsplit
 
 from unidec.addresses import without_credentials
 from unidec.data.file_lock import lock_file
-from unidec.data.storage import MANIFEST, manifest_sha256, read_manifest, storage_error
+from unidec.data.storage import MANIFEST, check_space, manifest_sha256, read_manifest
 from unidec.errors import ArtifactError
-from unidec.machine import available_disk
 from unidec.text_page import render_text
 from unidec.tracking.once import create_once
 from unidec.tracking.relocation import ARTIFACTS
@@ -196,7 +194,10 @@ def _log_model(
 ) -> tuple[str, str]:
     """Log the model under its run, whose status does not change. Returns model id and run id."""
     sha256 = tags[HASH_TAG]
-    own = run or create_once(lambda: _own_run(client, sha256), lambda: _new_run(client, sha256))
+    own = run or create_once(
+        lambda: _own_run(client, sha256),
+        lambda: client.create_run("0", tags={HASH_TAG: sha256}, run_name="register"),
+    )
     run_id = own.info.run_id
     place = own.info.experiment_id
     wanted = f"tags.`{HASH_TAG}` = '{sha256}' and source_run_id = '{run_id}'"
@@ -248,13 +249,8 @@ def _upload(bundle_path: Path, run: Run, model_id: str, sha256: str) -> None:
         )
 
 
-def _new_run(client: MlflowClient, sha256: str) -> Run:
-    """Create a run for a bundle whose training run is unknown."""
-    return client.create_run("0", tags={HASH_TAG: sha256}, run_name="register")
-
-
 def _own_run(client: MlflowClient, sha256: str) -> Run | None:
-    """The run that an earlier call of `_new_run` created; None if there is none."""
+    """The run that was created for a bundle whose training run is unknown; None if none was."""
     wanted = f"tags.`{HASH_TAG}` = '{sha256}' and attributes.run_name = 'register'"
     return next(iter(client.search_runs(["0"], wanted)), None)
 
@@ -312,8 +308,7 @@ def _check_size(address: str, folder: Path) -> None:
             total += entry.file_size or 0
             if entry.is_dir:
                 folders.append(entry.path)
-    if total > available_disk(folder):
-        raise storage_error(folder, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), total)
+    check_space(folder, total)
 
 
 def _unreadable(address: str, error: Exception) -> ArtifactError:

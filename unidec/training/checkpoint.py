@@ -75,7 +75,7 @@ class Checkpoint:
 
     Attributes:
         state: JSON: epoch, epoch_step, step, seconds, work_seconds, refresh (sha256 of a manifest,
-            or None), identity, notes.
+            or None), identity.
         dense: "model.<name>" (all but the tables' weights), "adamw.<i>.<key>", "random.cpu",
             "random.cuda".
         rows: table name -> its rows on this rank; a table that every rank holds completely is

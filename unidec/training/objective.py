@@ -102,7 +102,7 @@ class Objective:
         num_queries = batch.counts.own_queries
         targets = batch.targets
         with self.autocast():
-            de_BD = self.model.de(x_BW, batch.own_labels)
+            de_BD = self.model.de(x_BW, num_queries, batch.own_labels)
         scale = self._scales()[0]
         query_BD, scale = self._queries(de_BD[:num_queries], scale, batch, targets)
         sizes = self.ranks.sizes(len(batch.pool.pool_S))

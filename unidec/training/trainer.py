@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,6 @@ class Progress:
         epoch: finished epochs; epoch_step: finished steps of the next epoch; step: finished steps
             of the run.
         seconds: wall time of all steps; work_seconds: time of all rounds by `Trainer.clock`.
-        notes: a JSON object that checkpoints store for the caller (the tracker's run id).
     """
 
     epoch: int = 0
@@ -60,7 +59,6 @@ class Progress:
     step: int = 0
     seconds: float = 0.0
     work_seconds: float = 0.0
-    notes: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> Progress:

@@ -22,6 +22,7 @@ KINDS = {
     "bag, words": {"kind": "bag", "trainable_layers": 0, "bag_words": 64, "bag_head": 3},
     "inception": {"kind": "inception", "trainable_layers": 0, "inception_tokens": 6},
     "both": {"kind": "both", "trainable_layers": 0},
+    "query head": {"kind": "bag", "trainable_layers": 0, "query_head": True},
     "both, first tokens": {"kind": "both", "trainable_layers": 0, "transformer_tokens": 3},
     "bert": {"kind": "transformer", "trainable_layers": -1},
     "bert, cls, unit length": {"kind": "transformer", "trainable_layers": 0, "pooling": "cls"},

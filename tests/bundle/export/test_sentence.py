@@ -24,6 +24,7 @@ pytestmark = [
 STOCK = {
     "mean": {"kind": "transformer", "trainable_layers": -1},
     "cls, unit length": {"kind": "transformer", "trainable_layers": 0, "pooling": "cls"},
+    "query head": {"kind": "transformer", "trainable_layers": 0, "query_head": True},
     "distilbert": {"kind": "transformer", "trainable_layers": -1, "source": "distilbert"},
     "no projection": {"kind": "transformer", "trainable_layers": -1, "dim": 32},
     "no projection, any length": {

@@ -344,9 +344,10 @@ def _modules(bundle: Bundle, score: Heads) -> list[nn.Module]:
         modules.append(normalize)
     projects = model.settings.projection
     if score.space == "de":
-        assert model.head_de is not None
+        head = model.head_query or model.head_de
+        assert head is not None
         if projects:
-            modules.append(_dense(*_weights(model.head_de[0]), nn.Tanh()))
+            modules.append(_dense(*_weights(head[0]), nn.Tanh()))
         return [*modules, normalize] if model.settings.normalize else modules
     assert model.head_clf is not None
     weight = torch.eye(encoder.width)
