@@ -238,6 +238,8 @@ CONFLICTING = [
     ("pool.clf_beta", {"model.clf_residual": True, "pool.clf_beta": 1}),
     ("run.devices", {"model.clf_residual": True, "run.devices": 2}),
     ("model.heads", {"model.auxiliary": 2, "model.heads": "clf", "index.space": "clf"}),
+    ("model.query_head", {"model.query_head": True, "model.heads": "clf", "index.space": "clf"}),
+    ("model.query_head", {"model.query_head": True, "model.projection": False}),
     ("model.clf_gates", {"model.clf_gates": True}),
     ("model.clf_graph", {"model.clf_graph": True}),
     ("model.clf_queries", {"model.clf_queries": 3}),
