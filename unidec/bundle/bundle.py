@@ -37,6 +37,7 @@ from unidec.bundle.bundle_folder import (
     read_labels,
 )
 from unidec.bundle.neighbour_files import read_neighbours
+from unidec.data.chunks import blocks
 from unidec.data.storage import folder_sha256, read_manifest
 from unidec.data.tokens import TextTokenizer, load_tokenizer
 from unidec.errors import ArtifactError, DataError
@@ -221,8 +222,7 @@ class Bundle:
                 "exclude must have one entry for each text", got=len(exclude), expected=len(texts)
             )
         parts = []
-        for start in range(0, max(1, len(texts)), batch_size):
-            block = slice(start, start + batch_size)
+        for block in blocks(max(1, len(texts)), batch_size):
             excluded = None if exclude is None else self._excluded_pairs(exclude[block])
             encoded = self.encode(texts[block])
             ranked = self.ranker.rank(encoded, k, excluded)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_matrix
 
+from unidec.data.chunks import blocks
 from unidec.data.storage import load_array
 from unidec.errors import ArtifactError
 
@@ -36,8 +37,8 @@ def read_array(
             raise damaged("the array has another shape", where, array.shape, shape)
     row_size = max(1, array[:1].size)
     step = max(1, _CHECKED_AT_ONCE // row_size)
-    for start in range(0, len(array), step) if verify else ():
-        if not np.isfinite(array[start : start + step]).all():
+    for some in blocks(len(array), step) if verify else ():
+        if not np.isfinite(array[some]).all():
             raise damaged("the array holds numbers that are not finite", where)
     # a plain view: each access to an np.memmap costs microseconds
     return np.asarray(array)

@@ -58,6 +58,8 @@ class Index(Section):
     """weight of the classifier's score; auto: tuned on validation"""
     clf_normalize: bool = True
     """true: the classifier's cosine (the paper); false: its raw score"""
+    clf_prior: NonNegative = 0.0
+    """how many training queries a row's prediction from the label's text counts as; 0: none"""
     knn_weight: NonNegative | Literal["auto"] = 0.0
     """weight of votes of similar training queries; 0: no votes"""
     knn_neighbours: Count = 100

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unidec.data.chunks import blocks
 from unidec.data.dataset import XMCDataset
 from unidec.data.raw import SPLITS
 from unidec.data.storage import REBUILD, load_array, read_manifest, verify_once, write_folder
+from unidec.data.tokens import Ints
 from unidec.errors import ArtifactError, DataError
 
 KIND = "propensity"
@@ -39,7 +41,7 @@ class Propensity:
     """
 
     inverse_L: NDArray[np.float64]
-    counts_L: NDArray[np.int64]
+    counts_L: Ints
     group_L: NDArray[np.int8]
     a: float
     b: float
@@ -87,18 +89,18 @@ def frequency_group(label_counts_L: Any) -> NDArray[np.int8]:
     return np.digitize(label_counts_L, (_TORSO_FROM, _HEAD_ABOVE + 1)).astype(np.int8)
 
 
-def label_counts(relevance: Any, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+def label_counts(relevance: Any, rows: Ints) -> Ints:
     """For each label, the number of given rows of a CSR matrix [N, L] that have a value above 0 in
     its column: int64 [L].
     """
     count_L = np.zeros(relevance.shape[1], dtype=np.int64)
-    for start in range(0, len(rows), _ROWS_AT_ONCE):
-        block = relevance[rows[start : start + _ROWS_AT_ONCE]]
+    for some in blocks(len(rows), _ROWS_AT_ONCE):
+        block = relevance[rows[some]]
         count_L += np.bincount(block.indices[block.data > 0], minlength=len(count_L))
     return count_L
 
 
-def training_counts(dataset: XMCDataset) -> NDArray[np.int64]:
+def training_counts(dataset: XMCDataset) -> Ints:
     """Number of queries of the training split with each label, int64 [L]; validation queries are
     not counted.
     """

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from scipy.sparse import csr_matrix
 
+from unidec.data.chunks import blocks
 from unidec.data.storage import storage_error
 
 BLOCK_ROWS = 65_536
@@ -137,5 +138,5 @@ def take_pairs(matrix: csr_matrix, rows: np.ndarray, folder: Path | None = None)
 
 
 def _blocks(rows: np.ndarray) -> Iterator[np.ndarray]:
-    for start in range(0, len(rows), BLOCK_ROWS):
-        yield np.asarray(rows[start : start + BLOCK_ROWS])
+    for some in blocks(len(rows), BLOCK_ROWS):
+        yield np.asarray(rows[some])

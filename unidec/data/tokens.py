@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, NonNegativeInt
 
 from unidec.data.array_file import growing_array
+from unidec.data.chunks import blocks
 from unidec.data.storage import (
     REBUILD,
     file_sha256,
@@ -38,6 +39,8 @@ from unidec.data.storage import (
 from unidec.errors import ArtifactError, DataError
 from unidec.progress import progress
 
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 KIND = "tokens"
 VERSION = 1
 # Unicode categories: separators, control and format characters
@@ -47,15 +50,13 @@ _ENCODE_AT_ONCE = 4096  # texts; limits the memory of Python lists
 _SAVE = "save it in its fast form: AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
 
 
-def places(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+def places(sizes: Ints) -> Ints:
     """Place of each member within its group, from 0, for groups of these sizes, in order."""
     firsts = np.cumsum(sizes) - sizes
     return np.arange(sizes.sum()) - np.repeat(firsts, sizes)
 
 
-def word_bounds(
-    begins_F: NDArray[np.bool_], lengths_B: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def word_bounds(begins_F: Bools, lengths_B: Ints) -> tuple[Ints, Ints]:
     """Position of each word's first piece, and its number of pieces, int64 [W].
 
     Args:
@@ -65,7 +66,7 @@ def word_bounds(
     return start_W, np.diff(start_W, append=len(begins_F))
 
 
-def words_of_texts(start_W: NDArray[np.int64], lengths_B: NDArray[np.int64]) -> NDArray[np.int64]:
+def words_of_texts(start_W: Ints, lengths_B: Ints) -> Ints:
     """How many words begin in each text, int64 [B], given the positions of their first pieces."""
     text_F = np.repeat(np.arange(len(lengths_B)), lengths_B)
     return np.bincount(text_F[start_W], minlength=len(lengths_B))
@@ -95,7 +96,7 @@ class Tokens:
     def __init__(
         self,
         ids: NDArray[Any],
-        offsets: NDArray[np.int64],
+        offsets: Ints,
         vocab_size: int,
         pad_id: int,
         max_length: int,
@@ -115,20 +116,18 @@ class Tokens:
         """The texts as a transformer reads them: with their prompt, if there is one."""
         return self if self.prompted is None else self.prompted
 
-    def lengths(self, rows: Sequence[int] | NDArray[Any] | None = None) -> NDArray[np.int64]:
+    def lengths(self, rows: Sequence[int] | NDArray[Any] | None = None) -> Ints:
         """Number of tokens of each of these texts (None: all texts), int64 [B]; not cached."""
         if rows is None:
             return np.diff(self.offsets)
         rows_B = np.asarray(rows, dtype=np.int64)
         return self.offsets[rows_B + 1] - self.offsets[rows_B]
 
-    def starts(self, rows_B: NDArray[np.int64]) -> NDArray[np.int64]:
+    def starts(self, rows_B: Ints) -> Ints:
         """Positions in `ids` of the first token of these texts, int64 [B]."""
         return self.offsets[rows_B]
 
-    def ragged(
-        self, rows: Sequence[int] | NDArray[Any], most: int = 0
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def ragged(self, rows: Sequence[int] | NDArray[Any], most: int = 0) -> tuple[Ints, Ints]:
         """Flat ids int64 [F] and offsets int64 [B + 1] of these texts, in the format of
         `torch.nn.EmbeddingBag`.
 
@@ -149,9 +148,7 @@ class Tokens:
         place_F = np.arange(offsets[-1]) + np.repeat(shift_B, length_B)
         return self.ids[place_F].astype(np.int64), offsets
 
-    def batch(
-        self, rows: Sequence[int] | NDArray[Any], most: int = 0
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def batch(self, rows: Sequence[int] | NDArray[Any], most: int = 0) -> tuple[Ints, Bools]:
         """Ids int64 [B, T], padded on the right to the longest text, and mask bool [B, T] (True for
         tokens); `most` as in `ragged`.
         """
@@ -163,7 +160,7 @@ class Tokens:
         return ids_BT, mask_BT
 
 
-def same_texts(tokens: Tokens, others: Tokens, most: int = 0) -> NDArray[np.int64]:
+def same_texts(tokens: Tokens, others: Tokens, most: int = 0) -> Ints:
     """For each text, the row of a text in `others` with the same tokens, int64 [N]; -1 if there is
     none.
 
@@ -350,7 +347,7 @@ class TextTokenizer:
         pieces = map(Piece, encoding.tokens, is_unknown, is_special)
         return list(pieces), bool(encoding.overflowing)
 
-    def encode(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    def encode(self, texts: Sequence[str]) -> tuple[NDArray[Any], Ints]:
         """Flat ids (uint16 or uint32) and the number of tokens of each text (int64).
 
         An empty text has only special tokens.
@@ -416,8 +413,8 @@ def encode_texts(
     tokenizer = load_tokenizer(tokenizer_folder, max_length)
     if isinstance(texts, str):
         raise DataError("texts must be a list", got="one string", fix="pass [text]")
-    starts = range(0, max(len(texts), 1), _ENCODE_AT_ONCE)
-    encoded = [tokenizer.encode(texts[start : start + _ENCODE_AT_ONCE]) for start in starts]
+    every = blocks(max(len(texts), 1), _ENCODE_AT_ONCE)
+    encoded = [tokenizer.encode(texts[some]) for some in every]
     ids, lengths = zip(*encoded, strict=True)
     tokens = Tokens(
         np.concatenate(ids), _offsets(lengths), tokenizer.vocab_size, tokenizer.pad_id, max_length
@@ -432,7 +429,7 @@ def behind(prompt: str, texts: Iterable[str]) -> list[str]:
     return [prompt + text for text in texts] if prompt else list(texts)
 
 
-def _offsets(lengths: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
+def _offsets(lengths: Sequence[NDArray[Any]]) -> Ints:
     """Offset of each text in the flat array of ids, followed by the array's length."""
     return np.cumsum(np.concatenate([np.zeros(1, dtype=np.int64), *lengths]), dtype=np.int64)
 

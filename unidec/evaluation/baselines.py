@@ -20,9 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
+from unidec.data.chunks import blocks
 from unidec.data.dataset import Text, XMCDataset
 from unidec.data.profile import spaced, tested_in_training, text_facts
 from unidec.data.propensity import training_counts
+from unidec.data.tokens import Ints
 from unidec.errors import DataError
 from unidec.evaluation.metrics import by_query, evaluate, filtered_truth, remove_filtered, truth_of
 from unidec.evaluation.significance import Comparison, best_systems, compare_systems
@@ -58,9 +60,9 @@ class Baselines:
         about: how the baselines were built and measured, in a sentence or two.
     """
 
-    labels: Mapping[str, NDArray[np.int64]]
+    labels: Mapping[str, Ints]
     metrics: Mapping[str, Mapping[str, float]]
-    places: NDArray[np.int64]
+    places: Ints
     about: str
 
 
@@ -218,7 +220,7 @@ def rank(
     methods: Sequence[str],
     width: int,
     desc: str,
-) -> dict[str, NDArray[np.int64]]:
+) -> dict[str, Ints]:
     """The best labels of each query.
 
     "knn": the nearest training queries, with all ties for the last place, vote for their labels
@@ -240,10 +242,10 @@ def rank(
     label_FL = csr_matrix(label_LF.T)
     widest = max(train_FM.shape[1], label_FL.shape[1], 1)
     block = min(BLOCK, max(1, BLOCK_SCORES // widest))
-    parts: dict[str, list[NDArray[np.int64]]] = {method: [] for method in methods}
+    parts: dict[str, list[Ints]] = {method: [] for method in methods}
     with progress(total=query_nF.shape[0], desc=desc, unit="query") as bar:
-        for start in range(0, query_nF.shape[0], block):
-            x_BF = query_nF[start : start + block]
+        for some in blocks(query_nF.shape[0], block):
+            x_BF = query_nF[some]
             scores = {}
             if {"knn", "mix"} & set(methods):
                 cosine_BM = largest(csr_matrix(x_BF @ train_FM), NEIGHBOURS)
@@ -257,7 +259,7 @@ def rank(
             for method in methods:
                 parts[method].append(top_rows(csr_matrix(scores[method]), width))
             bar.update(x_BF.shape[0])
-    return {method: np.concatenate(blocks) for method, blocks in parts.items()}
+    return {method: np.concatenate(parts[method]) for method in parts}
 
 
 def largest(score: csr_matrix, count: int) -> csr_matrix:
@@ -279,7 +281,7 @@ def width_of(filters: csr_matrix) -> int:
     return min(K + most, filters.shape[1])
 
 
-def top_rows(score: csr_matrix, width: int) -> NDArray[np.int64]:
+def top_rows(score: csr_matrix, width: int) -> Ints:
     """Labels by descending score, int64 [n, width], padded with -1.
 
     Args:

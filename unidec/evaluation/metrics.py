@@ -44,6 +44,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
+from unidec.data.chunks import blocks
+from unidec.data.tokens import Bools, Ints
 from unidec.errors import DataError
 from unidec.metric_names import DEFAULT_KS, GROUPS, metric_names, parse
 
@@ -60,7 +62,7 @@ def _shape(matrix: csr_matrix) -> tuple[int, int]:
     return cast("tuple[int, int]", matrix.shape)  # scipy's annotation allows None
 
 
-def pair_keys(matrix: csr_matrix, positive_only: bool = False) -> NDArray[np.int64]:
+def pair_keys(matrix: csr_matrix, positive_only: bool = False) -> Ints:
     """Stored pairs of a CSR matrix as sorted, unique int64 keys `row * columns + column`."""
     num_rows, num_labels = _shape(matrix)
     stored_N = np.diff(matrix.indptr)
@@ -71,9 +73,7 @@ def pair_keys(matrix: csr_matrix, positive_only: bool = False) -> NDArray[np.int
     return np.unique(key_E)
 
 
-def _lookup(
-    label_BK: NDArray[np.int64], key_E: NDArray[np.int64], num_labels: int
-) -> NDArray[np.bool_]:
+def _lookup(label_BK: Ints, key_E: Ints, num_labels: int) -> Bools:
     """Whether each (row, label) is among the sorted keys; False for label -1."""
     if key_E.size == 0 or label_BK.size == 0:
         return np.zeros(label_BK.shape, dtype=bool)
@@ -83,7 +83,7 @@ def _lookup(
     return (key_E[place_BK] == wanted_BK) & (label_BK >= 0)
 
 
-def _check_predictions(predicted: Any, truth: csr_matrix, num_labels: int) -> NDArray[np.int64]:
+def _check_predictions(predicted: Any, truth: csr_matrix, num_labels: int) -> Ints:
     """Predictions as int64 [B, K]; a DataError names the first invalid row."""
     label_BK = np.asarray(predicted)
     if label_BK.ndim != 2 or (label_BK.size and label_BK.dtype.kind not in "iu"):
@@ -104,9 +104,7 @@ def _check_predictions(predicted: Any, truth: csr_matrix, num_labels: int) -> ND
     return label_BK
 
 
-def _refuse(
-    label_BK: NDArray[np.int64], invalid_BK: NDArray[np.bool_], what: str, num_labels: int
-) -> None:
+def _refuse(label_BK: Ints, invalid_BK: Bools, what: str, num_labels: int) -> None:
     invalid_B = invalid_BK.any(axis=1)
     if invalid_B.any():
         row = int(np.argmax(invalid_B))
@@ -259,8 +257,7 @@ def evaluate(
     # best 0-based rank at which a label was predicted correctly
     rank_L = np.full(len(weight_L), _NO_RANK)
     relevant_L = np.zeros(len(weight_L), dtype=bool)
-    for start in range(0, len(predicted_NK), _BLOCK):
-        block = slice(start, start + _BLOCK)
+    for block in blocks(len(predicted_NK), _BLOCK):
         ranked = Ranked(predicted_NK[block], relevance[block], weight_L, group_L)
         for name, (above_B, below_B) in _parts(ranked, names).items():
             sums[name] += (above_B.sum(), below_B.sum())
@@ -282,7 +279,7 @@ def evaluate(
     return out
 
 
-def remove_filtered(predicted_NK: Any, filter_pairs: csr_matrix, k: int) -> NDArray[np.int64]:
+def remove_filtered(predicted_NK: Any, filter_pairs: csr_matrix, k: int) -> Ints:
     """Predictions without filtered pairs and -1, in order, cut or padded to k: int64 [N, k].
 
     Retrieve k + the largest number of filter pairs of any query first, so that k labels remain.
@@ -300,7 +297,7 @@ def remove_filtered(predicted_NK: Any, filter_pairs: csr_matrix, k: int) -> NDAr
     return moved_up(np.where(is_filtered_NK, -1, label_NK), k)
 
 
-def moved_up(label_NK: NDArray[np.int64], k: int) -> NDArray[np.int64]:
+def moved_up(label_NK: Ints, k: int) -> Ints:
     """The labels in order without the -1 between them, cut or padded with -1 to [N, k]."""
     order = np.argsort(label_NK < 0, axis=1, kind="stable")
     found = np.take_along_axis(label_NK, order[:, :k], axis=1)

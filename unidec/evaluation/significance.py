@@ -27,6 +27,7 @@ import numpy as np
 from scipy.sparse import csr_matrix
 
 from unidec.config import Gate
+from unidec.data.chunks import blocks
 from unidec.evaluation.metrics import Floats, QueryParts, by_query, evaluate
 from unidec.metric_names import parse
 
@@ -193,7 +194,7 @@ def _means(runs: Runs, metrics: Sequence[str]) -> dict[tuple[str, str], Floats]:
 def _blocks(num_samples: int, num_queries: int) -> list[int]:
     """Sizes of the blocks of resamples."""
     block = max(1, _BLOCK // num_queries)
-    return [min(block, num_samples - start) for start in range(0, num_samples, block)]
+    return [some.stop - some.start for some in blocks(num_samples, block)]
 
 
 def _bootstrap(gap_NC: Floats, below_NC: Floats, num_samples: int, seed: int) -> Floats:

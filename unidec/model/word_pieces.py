@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unidec.data.storage import read_json
-from unidec.data.tokens import word_bounds, words_of_texts
+from unidec.data.tokens import Bools, Ints, word_bounds, words_of_texts
 
 # first and last characters of scripts without blanks; the last planes hold rare Chinese characters
 _NO_BLANKS = (
@@ -45,8 +45,6 @@ _FIRST_BYTES = (0xC2, *range(0xE2, 0xEA), *range(0xF0, 0xF5))
 _BASE = 0x9E3779B97F4A7C15
 
 Keys = NDArray[np.uint64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True)

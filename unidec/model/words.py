@@ -25,9 +25,18 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix, hstack, vstack
 
 from unidec.data.chunks import blocks
-from unidec.data.tokens import Tokens, load_tokenizer, places, word_bounds, words_of_texts
+from unidec.data.tokens import (
+    Bools,
+    Ints,
+    Tokens,
+    load_tokenizer,
+    places,
+    word_bounds,
+    words_of_texts,
+)
 from unidec.errors import ConfigError
 from unidec.model.word_pieces import (
+    Keys,
     spelt_words,
     vocabulary,
     written_pieces,
@@ -47,9 +56,6 @@ _SMALL = 100  # a word in at most this number of texts is never dropped as too f
 
 TEXTS_AT_ONCE = 1 << 18  # in a block: some 300 MB of short texts while their words are counted
 
-Keys = NDArray[np.uint64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 Texts = tuple[Ints, Ints]  # token ids and offsets, as returned by `Tokens.ragged`
 
 

@@ -22,6 +22,7 @@ from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import read_info, read_labels
 from unidec.bundle.text_file import Window, read_window
 from unidec.config import Params
+from unidec.data.chunks import blocks
 from unidec.data.dataset import XMCDataset
 from unidec.data.profile import (
     PROFILE_KEY,
@@ -323,8 +324,8 @@ def _answers(bundle: Bundle, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarr
     """
     vectors = []
     scores = []
-    for start in range(0, len(texts), BATCH):
-        encoded = bundle.encode(texts[start : start + BATCH])
+    for some in blocks(len(texts), BATCH):
+        encoded = bundle.encode(texts[some])
         vectors.append(bundle.ranker.queries(encoded))
         scores.append(bundle.ranker.rank(encoded, 1).scores[:, 0])
     return np.concatenate(vectors), np.concatenate(scores)

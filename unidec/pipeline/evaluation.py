@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from unidec.bundle.bundle import Bundle
 from unidec.config import Params, flatten
+from unidec.data.chunks import blocks
 from unidec.data.dataset import Text, XMCDataset
 from unidec.data.propensity import training_counts
 from unidec.data.storage import read_json_lines, write_file, write_json
@@ -289,9 +290,8 @@ def _ranked(
     """
     scores = []
     labels = []
-    starts = range(0, max(len(ranking.rows), 1), QUERIES_AT_ONCE)
-    for start in progress(starts, desc="rank labels", unit="block"):
-        block = slice(start, start + QUERIES_AT_ONCE)
+    every = list(blocks(max(len(ranking.rows), 1), QUERIES_AT_ONCE))
+    for block in progress(every, desc="rank labels", unit="block"):
         in_block = None
         if found is not None:
             in_block = Ranked(found.rows[block], found.scores[block])

@@ -24,6 +24,7 @@ import numpy as np
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.probe import Probe, probe_bundle
 from unidec.config import Gate, Params
+from unidec.data.chunks import blocks
 from unidec.data.dataset import Text, XMCDataset
 from unidec.data.profile import spaced
 from unidec.data.storage import files_sha256, write_json
@@ -406,9 +407,8 @@ def rank_queries(
     excluded = [dataset.labels["uid"].take(row.indices).to_pylist() for row in filtered]
     texts = own_texts(bundle, dataset, rows)
     parts = []
-    starts = range(0, len(texts), _BLOCK)
-    for start in progress(starts, desc=f"queries by {bundle.sha256[:8]}", unit="block"):
-        block = slice(start, start + _BLOCK)
+    every = list(blocks(len(texts), _BLOCK))
+    for block in progress(every, desc=f"queries by {bundle.sha256[:8]}", unit="block"):
         predicted = bundle.predict_arrays(texts[block], places, excluded[block]).rows
         mapped_NK = np.where(predicted >= 0, row_of_B[predicted], -1)
         parts.append(moved_up(mapped_NK, K).astype(np.int32))

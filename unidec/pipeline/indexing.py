@@ -17,6 +17,7 @@ from unidec.config import Params, recorded
 from unidec.config.index_spec import KINDS, IndexSpec, Kind
 from unidec.data.dataset import Split, Text, XMCDataset, texts_read
 from unidec.data.profile import PROFILE_KEY, profile_dataset
+from unidec.data.propensity import training_counts
 from unidec.errors import ConfigError
 from unidec.evaluation.drift import served_facts
 from unidec.methods.assembly import load_model
@@ -36,6 +37,7 @@ from unidec.ranking.index import LabelIndex
 from unidec.ranking.index_tune import Measured, default_kinds, tune
 from unidec.ranking.neighbours import Neighbours
 from unidec.ranking.ranker import Ranker
+from unidec.ranking.row_prior import draw_rows
 from unidec.training.precision import choose_device
 
 CALIBRATED = 10  # predictions per query that the calibration is fitted to: those that users see
@@ -105,6 +107,9 @@ def index(params: Params) -> Indexed:
     dataset = paths.open_dataset()
     model = load_model(paths.MODEL, device=str(choose_device(params.device)))
     ranking = Ranking.of_model(model, dataset, "validation", precision)
+    if settings.clf_prior:
+        vectors = ranking.vectors
+        draw_rows(vectors["clf"], vectors["de"], training_counts(dataset), settings.clf_prior)
     is_unit = model.settings.normalize
     by_width = quality_by_width(ranking, params, is_unit)
     if settings.width:

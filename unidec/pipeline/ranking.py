@@ -18,6 +18,7 @@ import scipy.sparse as sp
 
 from unidec.config import Params
 from unidec.cores import thread_pool
+from unidec.data.chunks import blocks
 from unidec.data.dataset import Split, XMCDataset
 from unidec.data.propensity import Propensity
 from unidec.data.raw import joined_texts
@@ -201,15 +202,15 @@ class Ranking:
 
     def metrics_of_votes(self, voting: Voting) -> dict[str, float]:
         """All metrics of the split by the votes of training queries alone."""
-        starts = range(0, len(self.rows), QUERIES_AT_ONCE)
+        every = list(blocks(len(self.rows), QUERIES_AT_ONCE))
 
-        def rank(start: int) -> np.ndarray:
-            part = self.part(slice(start, start + QUERIES_AT_ONCE))
+        def rank(some: slice) -> np.ndarray:
+            part = self.part(some)
             return voting.rank(part.encoded, K, part.excluded).rows
 
         with thread_pool() as threads:
-            blocks = threads.map(rank, starts)
-            rows = list(progress(blocks, total=len(starts), desc="rank by votes", unit="block"))
+            ranked = threads.map(rank, every)
+            rows = list(progress(ranked, total=len(every), desc="rank by votes", unit="block"))
         nothing = np.zeros((0, K), dtype=np.int64)
         return self.metrics_of(np.concatenate([nothing, *rows]))
 

@@ -22,6 +22,7 @@ from unidec.data.dataset import Text, XMCDataset
 from unidec.data.profile import text_facts
 from unidec.data.raw import SPLITS
 from unidec.data.storage import Folder, load_array, read_manifest
+from unidec.data.tokens import Bools, Ints
 from unidec.evaluation.significance import Check
 from unidec.model.arrays import KIND, VERSION
 
@@ -49,7 +50,7 @@ class Seen:
     text: Text
     complete: bool = True
 
-    def among(self, dataset: XMCDataset, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def among(self, dataset: XMCDataset, rows: Ints) -> Bools:
         """Whether the text of each query at these rows was seen, bool [n]."""
         hash_N, length_N = text_facts(dataset, "queries", self.text)
         return np.isin(hash_N[rows], self.hash_Q) & (length_N[rows] > 0)
@@ -66,7 +67,7 @@ class Unseen:
         check: whether there are enough unseen queries.
     """
 
-    rows: NDArray[np.int64]
+    rows: Ints
     counts: dict[str, int | None]
     check: Check
 

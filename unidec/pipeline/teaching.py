@@ -19,6 +19,7 @@ from unidec.bundle.bundle_folder import read_heads, read_info
 from unidec.code import code_sha256
 from unidec.config import Params, Teacher
 from unidec.data.array_file import load_csr, write_csr
+from unidec.data.chunks import blocks
 from unidec.data.dataset import Text, XMCDataset
 from unidec.data.storage import (
     files_sha256,
@@ -179,12 +180,13 @@ def _encode(bundle: Bundle, dataset: XMCDataset, rows_n: np.ndarray) -> np.ndarr
     """The teacher's vectors of training texts, float16 [n, E]."""
     text = cast(Text, bundle.info.text)
     num_queries = dataset.num_queries
-    blocks = []
-    for start in progress(range(0, len(rows_n), TEXTS_AT_ONCE), desc="teacher", unit="block"):
-        rows = rows_n[start : start + TEXTS_AT_ONCE]
+    parts = []
+    every = list(blocks(len(rows_n), TEXTS_AT_ONCE))
+    for some in progress(every, desc="teacher", unit="block"):
+        rows = rows_n[some]
         texts = dataset.query_texts(rows[rows < num_queries], text)
         texts += dataset.label_texts(rows[rows >= num_queries] - num_queries, text)
         encoded = bundle.encode(texts)
         query_BE = bundle.ranker.heads.queries(encoded.de_BD, encoded.clf_BD)
-        blocks.append(query_BE.astype(np.float16))
-    return np.concatenate(blocks)
+        parts.append(query_BE.astype(np.float16))
+    return np.concatenate(parts)

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import LABEL_SCHEMA
+from unidec.data.chunks import blocks
 from unidec.data.storage import read_json, write_file
 from unidec.errors import ConfigError, DataError
 from unidec.progress import Progress, progress
@@ -133,10 +134,10 @@ def export_vectors(
         write_file(path) as file,
         pq.ParquetWriter(file, schema, use_dictionary=False, **options) as writer,
     ):
-        for begin in range(0, num_labels, step):
-            block = score.take(slice(begin, begin + step))
+        for some in blocks(num_labels, step):
+            block = score.take(some)
             vectors = pa.FixedSizeListArray.from_arrays(pa.array(block.ravel()), type=kind)
-            names = [column.slice(begin, step) for column in (bundle.uids, bundle.titles)]
+            names = [column[some] for column in (bundle.uids, bundle.titles)]
             table = pa.table([*names, vectors], schema=schema)
             writer.write_table(table, row_group_size=len(block))
             bar.update(len(block))

@@ -24,6 +24,7 @@ import pyarrow as pa
 from scipy.sparse import csr_matrix, load_npz
 
 from unidec.config import RawBounds
+from unidec.data.chunks import blocks
 from unidec.data.database import database, fill, first_rows, one_row, ordered
 from unidec.data.formats import folder
 from unidec.data.raw import TEXT_SCHEMA, RawData
@@ -274,15 +275,14 @@ class Pairs:
 
     def _blocks(self) -> Iterator[pa.Table]:
         """All pairs; `given` is the value in the file."""
-        for start in range(0, max(len(self.query_P), 1), BLOCK_PAIRS):
-            block = slice(start, start + BLOCK_PAIRS)
+        for block in blocks(max(len(self.query_P), 1), BLOCK_PAIRS):
             query_P = self.query_P[block]
             given_P = np.ones(len(query_P)) if self.value_P is None else self.value_P[block]
             columns = {
                 "query": query_P,
                 "label": self.label_P[block],
                 "given": given_P,
-                "place": np.arange(start, start + len(query_P)),
+                "place": np.arange(block.start, block.start + len(query_P)),
             }
             yield pa.table(columns)
 
