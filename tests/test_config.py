@@ -240,6 +240,7 @@ CONFLICTING = [
     ("model.heads", {"model.auxiliary": 2, "model.heads": "clf", "index.space": "clf"}),
     ("model.heads", {"model.query_head": True, "model.heads": "clf", "index.space": "clf"}),
     ("model.projection", {"model.query_head": True, "model.projection": False}),
+    ("model.heads", {"index.clf_prior": 1.0, "model.heads": "de", "index.space": "de"}),
     ("model.clf_gates", {"model.clf_gates": True}),
     ("model.clf_graph", {"model.clf_graph": True}),
     ("model.clf_queries", {"model.clf_queries": 3}),

@@ -15,9 +15,11 @@ from helpers.tiny_training import tiny_params
 
 from unidec import pipeline
 from unidec.bundle.bundle import Bundle
+from unidec.data.propensity import training_counts
 from unidec.methods.assembly import load_model
 from unidec.pipeline import paths
 from unidec.ranking.query_encoder import open_encoder
+from unidec.ranking.row_prior import draw_rows
 from unidec.tracking.registry import register
 from unidec.tracking.store import open_client, prepare_store, tracking_uri
 
@@ -36,6 +38,12 @@ VALUES = {
     "index.knn_weight": 0.5,
     "index.knn_neighbours": 5,
 }
+
+
+def vectors(params):
+    pipeline.index(params)
+    arrays = Bundle.load(paths.BUNDLE).vectors
+    return {name: np.array(arrays[name]) for name in ("de", "clf", "bias")}
 
 
 def test_one_training_is_served_at_each_of_its_widths(tmp_path, tiny_encoder, monkeypatch) -> None:
@@ -81,3 +89,13 @@ def test_one_training_is_served_at_each_of_its_widths(tmp_path, tiny_encoder, mo
     start = pipeline.choose_start(served)
     assert start.kind == "cold"
     assert start.reason == "the champion, version 1, has another model.dim or index.width"
+
+    plain = vectors(tiny_params(folder, **VALUES))
+    drawn = vectors(tiny_params(folder, **VALUES, **{"index.clf_prior": 2.0}))
+    expected = plain["clf"].copy()
+    num_queries_L = training_counts(paths.open_dataset())
+    draw_rows(expected, plain["de"], num_queries_L, 2.0)
+    assert num_queries_L.max() > 0 and not np.allclose(drawn["clf"], plain["clf"], atol=1e-3)
+    np.testing.assert_allclose(drawn["clf"], expected, rtol=1e-4, atol=1e-5)
+    assert np.array_equal(drawn["de"], plain["de"])
+    assert np.array_equal(drawn["bias"], plain["bias"])
