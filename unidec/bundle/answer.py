@@ -17,7 +17,6 @@ import numpy as np
 
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.text_file import text_column
-from unidec.data.chunks import blocks
 from unidec.data.tokens import Piece, is_blank
 from unidec.errors import DataError
 from unidec.ranking.heads import SPACES, Space
@@ -159,8 +158,8 @@ class Answerer:
         if len(requests) > BATCH:
             order.sort(key=lambda place: len(requests[place].text))
         predictions: dict[int, Prediction] = {}
-        for some in blocks(len(requests), BATCH):
-            places = order[some]
+        for start in range(0, len(requests), BATCH):
+            places = order[start : start + BATCH]
             batch = [requests[place] for place in places]
             encoded = self.encoder.encode([request.text for request in batch])
             predictions |= zip(places, self._answer(batch, encoded), strict=True)

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from scipy.sparse import csr_matrix
 
 from unidec.data.array_file import load_csr, row_blocks, write_csr
+from unidec.data.chunks import blocks
 from unidec.data.raw import SPLITS, TEXT_SCHEMA, RawData, are_blank, hold_out
 from unidec.data.storage import (
     files_sha256,
@@ -129,8 +130,8 @@ class XMCDataset:
     ) -> Iterator[list[str]]:
         """Texts of all queries or labels in the order of their rows, in batches."""
         table = self.queries if which == "queries" else self.labels
-        for start in range(0, table.num_rows, batch_size):
-            yield texts_read(table.slice(start, batch_size), text).to_pylist()
+        for some in blocks(table.num_rows, batch_size):
+            yield texts_read(table[some], text).to_pylist()
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{self.rows(split).size:,} {split}" for split in SPLITS)
@@ -213,8 +214,8 @@ def write_texts_table(path: Path, table: pa.Table) -> None:
     the texts only.
     """
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-        for start in range(0, table.num_rows, BATCH_ROWS):
-            writer.write_table(table.slice(start, BATCH_ROWS).combine_chunks())
+        for some in blocks(table.num_rows, BATCH_ROWS):
+            writer.write_table(table[some].combine_chunks())
 
 
 def _open_texts(path: Path, num_rows: int | None) -> pa.Table:

@@ -16,7 +16,7 @@ from unidec.bundle.bundle_info import KnnInfo
 from unidec.config import Params, recorded
 from unidec.config.index_spec import KINDS, IndexSpec, Kind
 from unidec.data.dataset import Split, Text, XMCDataset, texts_read
-from unidec.data.profile import PROFILE_KEY, profile_dataset
+from unidec.data.profile import PROFILE_KEY, profile_dataset, spaced
 from unidec.data.propensity import training_counts
 from unidec.errors import ConfigError
 from unidec.evaluation.drift import served_facts
@@ -242,8 +242,6 @@ def _queries(bundle: Bundle, num: int) -> tuple[npt.NDArray[np.float32], str]:
     """Some queries in the searched space, float32 [N, D'], and a description of them."""
     dataset = paths.open_dataset()
     split: Split = "validation" if len(dataset.rows("validation")) else "train"
-    rows = dataset.rows(split)
-    num = min(num, len(rows))
-    chosen = np.sort(np.random.default_rng(0).choice(rows, num, replace=False))
+    chosen = spaced(dataset.rows(split), num)
     encoded = bundle.encode(dataset.query_texts(chosen, cast(Text, bundle.info.text)))
-    return bundle.ranker.queries(encoded), f"{num} {split} queries of {dataset.name}"
+    return bundle.ranker.queries(encoded), f"{len(chosen)} {split} queries of {dataset.name}"

@@ -140,7 +140,8 @@ class Network(BaseModel):
         """Scores of pairs with the given features, float32 [P]."""
         mean_X, scale_X, linear_X, hidden_XH, bias_H, out_H = self._arrays
         out_P = np.empty(len(feature_PX), dtype=np.float32)
-        for block in blocks(len(out_P), _PAIRS_AT_ONCE):
+        for begin in range(0, len(out_P), _PAIRS_AT_ONCE):
+            block = slice(begin, begin + _PAIRS_AT_ONCE)
             x_PX = np.clip((feature_PX[block] - mean_X) / scale_X, -LIMIT, LIMIT)
             hidden_PH = np.maximum(x_PX @ hidden_XH + bias_H, 0)
             out_P[block] = x_PX @ linear_X + hidden_PH @ out_H

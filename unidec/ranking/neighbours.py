@@ -33,7 +33,6 @@ import numpy.typing as npt
 import pyarrow as pa
 from scipy.sparse import csr_matrix, diags, identity, vstack
 
-from unidec.data.chunks import blocks
 from unidec.data.raw import text_array
 from unidec.model.words import WordSpace
 from unidec.ranking.heads import PairScores, unit_rows
@@ -243,7 +242,8 @@ class Neighbours:
             return np.where(cosine_BN > 0, weight_BN, np.float32(0))
         out_BN = np.empty_like(cosine_BN)
         step = max(1, _MOST_PRODUCTS // row_BN.shape[1] ** 2)
-        for block in blocks(len(out_BN), step):
+        for begin in range(0, len(out_BN), step):
+            block = slice(begin, begin + step)
             out_BN[block] = self._ridge_weights(cosine_BN[block], row_BN[block])
         return out_BN
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 from scipy.sparse import csr_matrix
 
 from unidec.data.array_file import row_blocks
+from unidec.data.chunks import blocks
 from unidec.data.database import Database, fill, one_row
 from unidec.data.dataset import BATCH_ROWS, Text, XMCDataset, texts_read
 from unidec.data.profile import trimmed
@@ -155,8 +156,8 @@ def _tokens(dataset: XMCDataset, which: str, reading: Reading) -> Iterator[pa.Ta
     num_rows = dataset.num_labels if labels else dataset.num_queries
     texts_of = dataset.label_texts if labels else dataset.query_texts
     most = num_rows if labels else min(num_rows, TOKENISED_QUERIES)
-    for start in range(0, max(most, 1), BATCH_ROWS):
-        place_B = np.arange(start, min(start + BATCH_ROWS, most))
+    for some in blocks(max(most, 1), BATCH_ROWS):
+        place_B = np.arange(some.start, min(some.stop, most))
         rows_B = place_B * (num_rows - 1) // max(most - 1, 1)
         texts = texts_of(rows_B, reading.text)
         tokens = encode_texts(texts, reading.tokenizer, reading.max_length)
