@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import ipaddress
 import logging
@@ -15,6 +16,7 @@ import os
 import resource
 import signal
 import socket
+import struct
 import sys
 import time
 from concurrent.futures import Future
@@ -32,7 +34,11 @@ if TYPE_CHECKING:
 
 KEEP_ALIVE_SECONDS = 30  # an idle connection is closed after this time
 BACKLOG = 2048
+ACCEPT_SECONDS = 0.2  # after SIGTERM: connections that were requested before are accepted
 DRAIN_SECONDS = 2.0  # after SIGTERM: open connections may send requests for this time
+_SO_ATTACH_FILTER = 26
+# a socket filter of Linux: drop a packet if its flags, byte 13 of the TCP header, have SYN
+_NO_SYN = ((0x30, 0, 0, 13), (0x45, 0, 1, 2), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFF))
 # Python's switch interval: the event loop waits no longer than this for the model's thread
 SWITCH_SECONDS = 0.001
 
@@ -115,12 +121,16 @@ def _server(service: Service, settings: Serve, api_key: str | None) -> uvicorn.S
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            """Accept waiting connections first, then let all connections send requests for
+            """Accept connections for `ACCEPT_SECONDS`, then let all of them send requests for
             `DRAIN_SECONDS` more, each answered with `Connection: close`. uvicorn alone would reset
             waiting connections, and close idle ones while a request is on its way.
             """
             self.server_state.default_headers.append((b"connection", b"close"))
-            await _accept_rest(self, sockets or [])
+            for listener in sockets or []:
+                _ignore_new_connections(listener)
+            await asyncio.sleep(ACCEPT_SECONDS)
+            for listening in self.servers:
+                listening.close()
             end = time.monotonic() + DRAIN_SECONDS
             while self.server_state.connections and time.monotonic() < end and not self.force_exit:
                 await asyncio.sleep(0.05)
@@ -152,25 +162,18 @@ def server_config(app: object, settings: Serve) -> uvicorn.Config:
     )
 
 
-async def _accept_rest(server: uvicorn.Server, listeners: list[socket.socket]) -> None:
-    """Accept the connections in the system's backlog, then stop listening."""
-    await asyncio.sleep(0)
-    waiting: list[socket.socket] = []
-    for listener in listeners:
-        with contextlib.suppress(BlockingIOError):  # that was the last one
-            while True:
-                waiting.append(listener.accept()[0])
-    for listening in server.servers:
-        listening.close()
+def _ignore_new_connections(listener: socket.socket) -> None:
+    """Make the kernel drop requests for connections that arrive from now on; on Linux only.
 
-    def protocol() -> asyncio.Protocol:
-        return server.config.http_protocol_class(  # type: ignore[call-arg]
-            config=server.config, server_state=server.server_state, app_state=server.lifespan.state
+    Connections that it has already opened, but the server has not accepted, would be reset if the
+    socket were closed now. A client that is ignored tries again after a second and is refused.
+    """
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in _NO_SYN))
+    address = ctypes.addressof(program)
+    with contextlib.suppress(OSError):
+        listener.setsockopt(
+            socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(_NO_SYN), address)
         )
-
-    loop = asyncio.get_running_loop()
-    for connection in waiting:
-        await loop.connect_accepted_socket(protocol, connection)
 
 
 def _listen(settings: Serve) -> socket.socket:
