@@ -11,7 +11,6 @@ import importlib.util
 import os
 import re
 import shutil
-import signal
 import sqlite3
 import sys
 import tempfile
@@ -40,8 +39,6 @@ for variable in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES"):
     os.environ.pop(variable, None)  # the tests' own `make` must print what a user's does
 # some containers set it: each of hundreds of child processes would compile the package again
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# `nohup make test` ignores it, and so would the processes that tests start
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 # files and folders with the longest tests: they start first, so that no worker is left alone with
