@@ -95,6 +95,7 @@ def serve(place: str, run: int) -> None:
         if os.fork() == 0:
             listener.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` ignores it
             look_after(connection)
             return
         connection.close()

@@ -41,8 +41,6 @@ def serve(python: list[str], bundle: Path, *more: str, **environment: str) -> su
         stderr=subprocess.PIPE,
         cwd=bundle.parent,
         env=os.environ | environment,
-        # `nohup make test` ignores it, and so would this process
-        preexec_fn=functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),
     )
 
 
