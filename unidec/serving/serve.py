@@ -37,8 +37,13 @@ BACKLOG = 2048
 ACCEPT_SECONDS = 0.2  # after SIGTERM: connections that were requested before are accepted
 DRAIN_SECONDS = 2.0  # after SIGTERM: open connections may send requests for this time
 _SO_ATTACH_FILTER = 26
-# a socket filter of Linux: drop a packet if its flags, byte 13 of the TCP header, have SYN
-_NO_SYN = ((0x30, 0, 0, 13), (0x45, 0, 1, 2), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFF))
+# a socket filter of Linux, on processors with little-endian numbers
+_NO_SYN = bytes.fromhex(
+    "30000000 0d000000"  # load byte 13 of the TCP header, the flags
+    "45000001 02000000"  # without SYN, the request for a connection, skip a line
+    "06000000 00000000"  # drop the packet
+    "06000000 ffff0000"  # keep it
+)
 # Python's switch interval: the event loop waits no longer than this for the model's thread
 SWITCH_SECONDS = 0.001
 
@@ -168,12 +173,10 @@ def _ignore_new_connections(listener: socket.socket) -> None:
     Connections that it has already opened, but the server has not accepted, would be reset if the
     socket were closed now. A client that is ignored tries again after a second and is refused.
     """
-    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in _NO_SYN))
-    address = ctypes.addressof(program)
+    lines = ctypes.create_string_buffer(_NO_SYN)
+    program = struct.pack("HP", len(_NO_SYN) // 8, ctypes.addressof(lines))
     with contextlib.suppress(OSError):
-        listener.setsockopt(
-            socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(_NO_SYN), address)
-        )
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
 def _listen(settings: Serve) -> socket.socket:
