@@ -380,7 +380,7 @@ def read_scores(path: Path) -> QueryParts:
     except (OSError, ValueError, KeyError, BadZipFile) as error:
         raise ArtifactError(
             "scores cannot be read",
-            where=str(path),
+            where=path,
             got=error,
             fix="remove it: it is computed again from the predictions beside it",
         ) from error

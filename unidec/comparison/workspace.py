@@ -28,7 +28,7 @@ from unidec.comparison.chosen import read_chosen
 from unidec.comparison.comparison_file import ComparisonFile, read_file
 from unidec.comparison.jobs import START, Job, Planner, slug
 from unidec.config import Params, fingerprint, keys_deciding
-from unidec.data.storage import MANIFEST, folder_sha256, read_json
+from unidec.data.storage import MANIFEST, folder_sha256, read_json_object
 from unidec.errors import ConfigError
 
 ROOT = Path("runs/compare")
@@ -74,14 +74,13 @@ class Step:
 
     def result(self) -> dict[str, Any] | None:
         """result.json; None if there is none."""
-        return _read_json(self.folder / RESULT)
+        return read_json_object(self.folder / RESULT) or None
 
     def failure(self) -> str:
         """The error of its last attempt; "" if it succeeded or was never run."""
         if self.result():
             return ""
-        failure = _read_json(self.folder / FAILURE) or {}
-        return str(failure.get("what", ""))
+        return str(read_json_object(self.folder / FAILURE).get("what", ""))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,14 +284,6 @@ def _placed(params: Params) -> dict[str, Any]:
         if given and Path(given).exists():
             values[section][key] = str(Path(given).resolve())
     return values
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object; None if it cannot be read."""
-    try:
-        return dict(read_json(path))
-    except (OSError, ValueError, TypeError):
-        return None
 
 
 raw_sha256 = cache(folder_sha256)  # read once per process

@@ -337,6 +337,15 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     return json.loads(Path(path).read_bytes())
 
 
+def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The JSON object in a file; {} if there is none, or it cannot be read."""
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read a file with one JSON object per line; [] if there is no such file.
 

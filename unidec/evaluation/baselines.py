@@ -207,7 +207,7 @@ def fit_words(texts: Iterable[str], where: str) -> tuple[Any, csr_matrix]:
         raise DataError(
             "no text has a word to count",
             where=where,
-            got=str(error)[:200],
+            got=error,
             expected="a word of two or more characters in at least one text",
         ) from error
 

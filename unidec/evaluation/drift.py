@@ -151,11 +151,10 @@ class Check:
 
     def to_json(self) -> dict[str, object]:
         """The check for JSON: "check" is the key, "value" the new figure."""
-        renamed = ("key", "new")
-        facts = {name: fact for name, fact in asdict(self).items() if name not in renamed}
+        facts = asdict(self)
+        renamed = {"check": facts.pop("key"), "value": facts.pop("new")}
         return facts | {
-            "check": self.key,
-            "value": self.new,
+            **renamed,
             "warn": list(self.warn),
             "stop": list(self.stop),
             "state": self.state,
@@ -348,10 +347,7 @@ def _shares(
     names: Mapping[str, str], old: Mapping[str, Any], new: Mapping[str, Any], levels: Levels
 ) -> list[Check]:
     """Checks of several shares of defects."""
-    checks = []
-    for key, name in names.items():
-        checks.append(_share(key, name, old[key], new[key], levels))
-    return checks
+    return [_share(key, name, old[key], new[key], levels) for key, name in names.items()]
 
 
 def _share(

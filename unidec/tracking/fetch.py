@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from unidec.addresses import without_credentials
 from unidec.data.file_lock import lock_file
-from unidec.data.storage import read_json, write_json
+from unidec.data.storage import read_json_object, write_json
 from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.tracking.promotion import known_version, version_of
 from unidec.tracking.registry import HASH_TAG, checked_sha256, download, find_version, tracking_to
@@ -197,12 +197,9 @@ def note_known(uri: str, source: str, facts: Mapping[str, Any]) -> None:
 
 def last_known(uri: str, source: str) -> dict[str, Any] | None:
     """The last record of `note_known`, if the bundle's copy exists; its files are not checked."""
-    try:
-        noted: dict[str, Any] = read_json(_note(uri, source))
-        sha256 = noted["sha256"]
-        is_there = re.fullmatch("[0-9a-f]+", sha256) and (COPIES / sha256[:16]).is_dir()
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+    noted = read_json_object(_note(uri, source))
+    sha256 = str(noted.get("sha256"))
+    is_there = re.fullmatch("[0-9a-f]+", sha256) and (COPIES / sha256[:16]).is_dir()
     return noted if is_there else None
 
 

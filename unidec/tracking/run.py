@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from unidec.addresses import without_credentials
-from unidec.data.storage import read_json, write_json
+from unidec.data.storage import read_json_object, write_json
 from unidec.tracking.once import create_once
 from unidec.tracking.process_alive import is_alive, this_process
 from unidec.tracking.store import (
@@ -348,11 +348,7 @@ def metric_name(name: str) -> str:
 
 def tracking_state(run_dir: Path) -> dict[str, Any]:
     """The contents of a training folder's `tracking.json`; {} if it is missing or damaged."""
-    try:
-        state = read_json(run_dir / STATE)
-    except (OSError, ValueError):
-        return {}
-    return state if isinstance(state, dict) else {}
+    return read_json_object(run_dir / STATE)
 
 
 def has_died(run_dir: Path) -> bool:
