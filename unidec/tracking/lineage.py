@@ -261,31 +261,25 @@ def as_lines(found: Sequence[Version]) -> list[str]:
     ).splitlines()
 
 
-def columns() -> list[str]:
-    """The column headings of `rows_of`."""
-    metrics = shown("list")
-    return ["version", "aliases", *metrics, "data", "start", "code", "gate", "registered"]
-
-
-def rows_of(versions: Sequence[Version]) -> list[list[str]]:
-    """Table rows with these `columns`, one per version of `list_versions`."""
+def rows_of(versions: Sequence[Version]) -> list[dict[str, str]]:
+    """Table rows by column, one per version of `list_versions`."""
     rows = []
     for found in versions:
-        metrics = found.metrics or {}
-        data = [found.dataset["name"] or "", (found.dataset["sha256"] or "")[:8]]
-        start = [found.start["kind"], found.start.get("version", "")]
-        rows.append(
-            [
-                found.version,
-                " ".join(found.aliases),
-                *[f"{metrics[name]:.2f}" if name in metrics else "" for name in shown("list")],
-                " ".join(data).strip(),
-                " ".join(start).strip(),
-                _code_words(found.code, digits=8),
-                "rolled back" if found.rolled_back else _verdict(found.gate),
-                found.registered[:16],
-            ]
-        )
+        metrics = dict.fromkeys(shown("list"), "")
+        metrics |= {name: f"{value:.2f}" for name, value in (found.metrics or {}).items()}
+        data = f"{found.dataset['name'] or ''} {(found.dataset['sha256'] or '')[:8]}"
+        start = f"{found.start['kind']} {found.start.get('version', '')}"
+        row = {
+            "version": found.version,
+            "aliases": " ".join(found.aliases),
+            **metrics,
+            "data": data.strip(),
+            "start": start.strip(),
+            "code": _code_words(found.code, digits=8),
+            "gate": "rolled back" if found.rolled_back else _verdict(found.gate),
+            "registered": found.registered[:16],
+        }
+        rows.append(row)
     return rows
 
 
