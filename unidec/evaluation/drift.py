@@ -256,16 +256,24 @@ def _label_checks(
     for metric in shown("judged"):
         if metric in before and metric in new["metrics"]:
             value, error = new["metrics"][metric]
-            key = metric.replace("@", "_at_")
-            noise = Z * error
             checks.append(
-                _check(key, metric, "metric", value, levels, old=before[metric], noise=noise)
+                _check(
+                    metric.replace("@", "_at_"),
+                    metric,
+                    "metric",
+                    value,
+                    levels,
+                    old=before[metric],
+                    noise=Z * error,
+                )
             )
     missing = new["unknown_labels"]
     name = "labels of the window that the model does not know"
     noise = _noise(0.25, missing["of"])
-    checks.append(_check("unknown_labels", name, "share", missing["share"], levels, noise=noise))
-    return checks
+    return [
+        *checks,
+        _check("unknown_labels", name, "share", missing["share"], levels, noise=noise),
+    ]
 
 
 def _data_set_checks(old: Mapping[str, Any], new: Mapping[str, Any], levels: Levels) -> list[Check]:
@@ -278,8 +286,8 @@ def _data_set_checks(old: Mapping[str, Any], new: Mapping[str, Any], levels: Lev
         name = {"left": "labels that are gone", "new": "labels that are new"}[which]
         checks.append(_check(f"labels_{which}", name, "share", share, levels))
     checks += _shares(_SHARES, old["shares"], new["shares"], levels)
-    cut = {"cut": "texts that are cut"}
-    return checks + _shares(cut, old["queries"], new["queries"], levels)
+    cut = (old["queries"]["cut"], new["queries"]["cut"])
+    return [*checks, _share("cut", "texts that are cut", *cut, levels)]
 
 
 def _at(profile: Any, path: Sequence[str]) -> Any:
@@ -355,8 +363,9 @@ def _share(
 ) -> Check:
     """A share of defects, which may grow by a share of its old value."""
     before = old["share"]
-    likely = (before * old["of"] + 1) / (old["of"] + 2)
-    noise = _noise(likely * (1 - likely), old["of"], new["of"])
+    of = old["of"]
+    likely = (before * of + 1) / (of + 2)
+    noise = _noise(likely * (1 - likely), of, new["of"])
     step = max(before, SHARE_FLOOR)
     return _check(key, name, "share", new["share"], levels, old=before, step=step, noise=noise)
 

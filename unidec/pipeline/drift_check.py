@@ -7,7 +7,6 @@ Legend: n queries, D' width of the searched space.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from unidec.data.profile import (
     share,
     spaced,
 )
-from unidec.data.storage import MANIFEST, file_sha256, swap_folder
+from unidec.data.storage import MANIFEST, file_sha256, swap_folder, text_sha256
 from unidec.errors import ArtifactError, DataError
 from unidec.evaluation.drift import Check, compare, not_judged, served_facts
 from unidec.evaluation.metrics import by_query
@@ -361,7 +360,7 @@ def _quality(
 
 
 def _digest(*parts: object) -> str:
-    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:12]
+    return text_sha256("\n".join(map(str, parts)))[:12]
 
 
 def _track(params: Params, found: Comparison, folder: Path, model: Mapping[str, str]) -> str | None:

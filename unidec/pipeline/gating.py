@@ -51,7 +51,7 @@ from unidec.tracking.promotion import (
     version_of,
 )
 from unidec.tracking.provenance import COMMIT_TAG, DIRTY_TAG, uncommitted, unknown_code
-from unidec.tracking.registry import HASH_TAG
+from unidec.tracking.registry import HASH_TAG, bundle_hash
 from unidec.tracking.repository import git
 from unidec.tracking.store import open_client
 from unidec.training.precision import choose_device
@@ -142,7 +142,7 @@ def gate(params: Params, version: str | int = CHALLENGER) -> Verdict:
             client, challenger, details, _conditions(params, challenger, champion)
         )
         judged = [challenger, champion] if champion else [challenger]
-        _purge({version.tags.get(HASH_TAG, "")[:16] for version in judged})
+        _purge({bundle_hash(version)[:16] for version in judged})
     for check in checks:
         level = logging.INFO if check.passed else logging.WARNING
         log.log(level, "gate: %s: %s", check.check, check.words)
@@ -272,7 +272,7 @@ def _checks(
     if challenger.tags.get("start.kind") == "refresh":
         rules = rules.model_copy(update={"margin": min(rules.margin, -rules.tolerance)})
     yield from _provenance(challenger, champion, rules)
-    sha256 = challenger.tags.get(HASH_TAG, "")
+    sha256 = bundle_hash(challenger)
     champion_folder = {} if champion is None else {"champion": _fetch(champion)}
     rows = dataset.rows("test")
     probed = spaced(rows if len(rows) else dataset.rows("train"), rules.probes)

@@ -7,7 +7,6 @@ on held-out queries are not used, and new queries become training queries.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.line_file import readable_rows
 from unidec.data.raw import SPLITS
-from unidec.data.storage import swap_folder
+from unidec.data.storage import swap_folder, text_sha256
 from unidec.errors import ConfigError, DataError
 from unidec.pipeline import paths
 
@@ -185,7 +184,7 @@ class _Tables:
         elif not any(mark.relevant for mark in known):
             result.only_negative += len(known)
         else:
-            uid = NEW + hashlib.sha256(query.encode()).hexdigest()[:16]
+            uid = NEW + text_sha256(query)[:16]
             self.new[uid] = " ".join(marks[-1].query.split())
             result.queries += 1
             self._change([uid], known)

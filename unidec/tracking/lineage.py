@@ -30,7 +30,7 @@ from unidec.tracking.provenance import (
     LOCK_TAG,
     UNKNOWN_TAG,
 )
-from unidec.tracking.registry import HASH_TAG
+from unidec.tracking.registry import HASH_TAG, bundle_hash
 from unidec.tracking.restore import RestorePoint, own_commit, restore_point
 from unidec.tracking.run import metric_name
 from unidec.tracking.store import UnlessMissing, open_client
@@ -107,12 +107,12 @@ def lineage(source: str | os.PathLike[str], *, model_name: str = "unidec") -> li
     version = _version(client, os.fspath(source), model_name)
     named = aliases(client, version.name)
     oldest_first = all_versions(client, version.name)[::-1]
-    by_hash = {item.tags.get(HASH_TAG, ""): item for item in oldest_first}
+    by_hash = {bundle_hash(item): item for item in oldest_first}
     found = []
     held: ModelVersion | None = version
     while held is not None:
         # each version once, so that circular references end
-        by_hash.pop(held.tags.get(HASH_TAG, ""), None)
+        by_hash.pop(bundle_hash(held), None)
         point = restore_point(held.tags, held.run_id or None)
         found.append(_about(held, named, point))
         held = by_hash.get(held.tags.get("start.bundle.sha256", ""))
@@ -232,7 +232,7 @@ def _version(client: MlflowClient, source: str, model_name: str) -> ModelVersion
             expected=f"models:/{model_name}@champion, models:/{model_name}/3, bundle:<hash>, or a "
             "bundle's folder",
         )
-    by_hash = {item.tags.get(HASH_TAG, ""): item for item in all_versions(client, model_name)}
+    by_hash = {bundle_hash(item): item for item in all_versions(client, model_name)}
     found = [item for sha256, item in by_hash.items() if sha256.startswith(prefix)]
     if len(found) != 1:
         which = "several versions" if found else "no version"
