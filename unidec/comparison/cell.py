@@ -64,10 +64,11 @@ def run_step(
             "the comparison is being stopped", where=step.name, fix="run it again to resume"
         )
     variables = {**os.environ, **environment, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    log_file = step.folder / LOG
     try:
         step.folder.mkdir(parents=True, exist_ok=True)
-        write_json(step.folder / SPEC, dict(step.spec))
-        with open(step.folder / LOG, "ab") as log:
+        write_json(step.folder / SPEC, step.spec)
+        with log_file.open("ab") as log:
             process = subprocess.Popen(
                 [*COMMAND, str(step.folder.resolve())],
                 stdin=subprocess.DEVNULL,
@@ -102,11 +103,14 @@ def run_step(
             how = f"ended by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
             how += " (not enough memory?)"
-        reason = f"{how}: {last_lines(step.folder / LOG)}"
+        reason = f"{how}: {last_lines(log_file)}"
         if not stopping.is_set():
             write_json(step.folder / FAILURE, {"what": reason})
-    fix = "read this log, remove the cause and run it again: finished runs are kept"
-    raise TrainingError(reason, where=step.folder / LOG, fix=fix)
+    raise TrainingError(
+        reason,
+        where=log_file,
+        fix="read this log, remove the cause and run it again: finished runs are kept",
+    )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -256,8 +260,7 @@ def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
     np.save(PREDICTIONS, labels, allow_pickle=False)
     bundle = Bundle.load(paths.BUNDLE, verify=False)
     sizes = [weight.numel() for weight in bundle.model.parameters()]
-    rows = bundle.vectors.keys() & {"clf", "bias"}
-    sizes += [bundle.vectors[name].size for name in rows]
+    sizes += [array.size for name, array in bundle.vectors.items() if name != "de"]
     result["costs"] |= {
         "search_ms": _search_ms(bundle, params),
         "parameters": float(sum(sizes)),
@@ -283,8 +286,7 @@ def _search_ms(bundle: Any, params: Params) -> float:
     bundle.predict_arrays(texts[:8], k=TIMED_K)
     begin = time.perf_counter()
     bundle.predict_arrays(texts, k=TIMED_K)
-    seconds = time.perf_counter() - begin
-    return 1000 * seconds / max(len(texts), 1)
+    return 1000 * (time.perf_counter() - begin) / max(len(texts), 1)
 
 
 def _peer(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
