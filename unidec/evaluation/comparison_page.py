@@ -152,10 +152,10 @@ def render_comparison(comparison: ComparisonInput) -> str:
     tasks = {task.name: task for task in comparison.tasks}
     for cell in comparison.cells:
         tasks.setdefault(cell.task, Task(cell.task))
-    shown_tasks = []
-    for name, task in tasks.items():
-        cells = [cell for cell in comparison.cells if cell.task == name]
-        shown_tasks.append({"task": task, **_of_task(cells)})
+    shown_tasks = [
+        {"task": task, **_of_task([cell for cell in comparison.cells if cell.task == name])}
+        for name, task in tasks.items()
+    ]
     contrasts = {
         (name, test.system, test.against, test.metric): test
         for name, tests in comparison.contrasts.items()

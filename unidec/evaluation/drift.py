@@ -278,10 +278,10 @@ def _label_checks(
 
 def _data_set_checks(old: Mapping[str, Any], new: Mapping[str, Any], levels: Levels) -> list[Check]:
     """Checks of counts, means and shares of a whole data set."""
-    checks = []
-    for key, (name, unit, path) in _FIGURES.items():
-        before = _at(old, path)
-        checks.append(_check(key, name, unit, _at(new, path), levels, old=before))
+    checks = [
+        _check(key, name, unit, _at(new, path), levels, old=_at(old, path))
+        for key, (name, unit, path) in _FIGURES.items()
+    ]
     for which, share in new.get("label_changes", {}).items():
         name = {"left": "labels that are gone", "new": "labels that are new"}[which]
         checks.append(_check(f"labels_{which}", name, "share", share, levels))
@@ -383,10 +383,10 @@ def _distance(
     noise = 0.0
     if all(sizes):
         share_B = np.asarray(old_B, dtype=np.float64) / sum(old_B)
-        samples = []
-        for seed, size in enumerate(sizes):
-            generator = np.random.default_rng(seed)
-            samples.append(generator.multinomial(size, share_B, DRAWS))
+        samples = [
+            np.random.default_rng(seed).multinomial(size, share_B, DRAWS)
+            for seed, size in enumerate(sizes)
+        ]
         noise = float(np.quantile(js_distance(*samples), QUANTILE))
     distance = float(js_distance(old_B, new_B))
     return _check(key, name, "distance", distance, levels, noise=noise)

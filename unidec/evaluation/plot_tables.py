@@ -120,10 +120,12 @@ def round_parts(rounds: Records) -> dict[str, list[float]]:
     parts = [key for key in dict.fromkeys(keys) if key not in ("work_seconds", "refresh_seconds")]
     if not parts and "refresh_seconds" in keys:
         parts = ["refresh_seconds"]
-    found = {}
-    for key in parts:
-        name = key.removesuffix("_seconds").replace("_", " ")
-        found[name] = [refresh.get(key, 0.0) for refresh in refreshes]
+    found = {
+        key.removesuffix("_seconds").replace("_", " "): [
+            refresh.get(key, 0.0) for refresh in refreshes
+        ]
+        for key in parts
+    }
     for name in ("train", "validation"):
         key = f"{name}_seconds"
         if any(key in line for line in rounds):

@@ -321,15 +321,11 @@ def _against_exact(
         _, labels = _ranked(bundle, first, found)
     exact = found.rows[:ORACLE_QUERIES]
     approximate = bundle.ranker.search(first.encoded, K, first.excluded).rows
-    figures = {}
-    for n in (10, K):
-        figures[f"recall@{n}"] = 100 * recall(approximate[:, :n], exact[:, :n])
+    figures = {f"recall@{n}": 100 * recall(approximate[:, :n], exact[:, :n]) for n in (10, K)}
     best = first.metrics_of(labels[:ORACLE_QUERIES])
     _, served = _ranked(bundle, first)
     of_served = first.metrics_of(served)
-    for name in shown("part"):
-        figures[f"lost/{name}"] = best[name] - of_served[name]
-    return figures
+    return figures | {f"lost/{name}": best[name] - of_served[name] for name in shown("part")}
 
 
 def _write_predictions(ranking: Ranking, scores: np.ndarray, labels: np.ndarray) -> None:

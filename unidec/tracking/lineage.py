@@ -151,11 +151,13 @@ def list_versions(model_name: str) -> list[Version]:
     """Every version, newest first; [] if there is no such model."""
     client = open_client()
     named = aliases(client, model_name)
-    found = []
-    for version in all_versions(client, model_name):
-        about = _about(version, named, RestorePoint(own_commit(version.tags), []))
-        found.append(replace(about, metrics=_metrics(client, version)))
-    return found
+    return [
+        replace(
+            _about(version, named, RestorePoint(own_commit(version.tags), [])),
+            metrics=_metrics(client, version),
+        )
+        for version in all_versions(client, model_name)
+    ]
 
 
 def _about(version: ModelVersion, named: Mapping[str, str], point: RestorePoint) -> Version:

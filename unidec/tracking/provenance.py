@@ -240,9 +240,9 @@ def _lock() -> dict[str, Any]:
 
 def _entries(stages: Mapping[str, Any], kind: str) -> dict[str, str]:
     """path -> hash of the stages' outputs or dependencies."""
-    found = {}
-    for stage in stages.values():
-        for entry in stage.get(kind, []):
-            if entry.get("md5"):
-                found[entry.get("path", "").rstrip("/")] = entry["md5"]
-    return found
+    return {
+        entry.get("path", "").rstrip("/"): entry["md5"]
+        for stage in stages.values()
+        for entry in stage.get(kind, [])
+        if entry.get("md5")
+    }
