@@ -130,7 +130,7 @@ class Search:
         self._open(about)
         self.tracker = Tracker(self.params.tracking.experiment)
         facts = {"metric": self.metric, **about["ranges"]}
-        self.tracker.start(self.root, facts, code_tags(), run_name=f"tune {subject.name}")
+        self.tracker.start(self.root, facts, code_tags(), None, f"tune {subject.name}")
 
     def _open(self, about: Mapping[str, Any]) -> None:
         """Open or create Optuna's records; records of another search are refused."""
