@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from unidec.version import PACKAGE
@@ -16,13 +17,19 @@ def render_text(template: str, **context: Any) -> str:
 
 @functools.cache
 def _environment() -> Any:
+    return environment(PACKAGE / "templates")
+
+
+def environment(folder: Path, **options: Any) -> Any:
+    """Jinja2's environment for the templates in a folder."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     return Environment(
-        loader=FileSystemLoader(PACKAGE / "templates"),
+        loader=FileSystemLoader(folder),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        **options,
     )
 
 

@@ -112,7 +112,18 @@ def test_a_new_metric_is_in_mlflow(made: dict[str, float]) -> None:
     } <= figures.keys()
     assert MADE in figures_table(made)
     assert "metrics.`test/Made_at_5`" in store._view_state()["selectedColumns"]
-    assert MADE in lineage.columns()
+    listed = SimpleNamespace(
+        version="1",
+        aliases=[],
+        metrics=made,
+        dataset={"name": "d", "sha256": None},
+        start={"kind": "cold"},
+        code={"commit": None, "dirty": False},
+        gate={},
+        rolled_back={},
+        registered="",
+    )
+    assert lineage.rows_of([listed])[0][MADE] == f"{made[MADE]:.2f}"
     tags: dict[str, str] = {}
     client = SimpleNamespace(set_model_version_tag=lambda *given: tags.update([given[2:]]))
     version = SimpleNamespace(name="m", version=2, tags={})

@@ -385,7 +385,7 @@ def test_a_run_whose_process_is_gone_is_closed_by_the_next_start(
 
 def test_the_list_of_runs(work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs.list_runs() == []
-    assert runs.rows_of([])[1] == []
+    assert runs.rows_of([]) == []
     cut_training(monkeypatch, work.params(), Trainer, "train_step", 5)
     result, _ = train(work.params(seed=5))
     running = pipeline.start_run(work.params(seed=6))
@@ -403,9 +403,9 @@ def test_the_list_of_runs(work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
     assert (at_work.state, at_work.checkpoint) == ("running", None)
     (cut_off,) = infos.values()
     assert (cut_off.state, cut_off.step, cut_off.unfinished) == ("stopped", 3, True)
-    columns, rows = runs.rows_of([finished, at_work, cut_off])
-    assert all(len(row) == len(columns) for row in rows)
-    assert rows[1][4] == "none yet"
+    rows = runs.rows_of([finished, at_work, cut_off])
+    assert all(row.keys() == rows[0].keys() for row in rows)
+    assert rows[1]["checkpoint"] == "none yet"
     json.dumps([vars(info) for info in runs.list_runs()])
     trial = Path("runs/own/0123456789ab/runs")
     trial.mkdir(parents=True)
@@ -414,7 +414,7 @@ def test_the_list_of_runs(work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
     assert listed.name == at_work.name
     assert listed.trial == "0123456789ab"
     assert listed.state == "running"
-    assert runs.rows_of([listed])[1][0][0] == f"{at_work.name} (trial 0123456789ab)"
+    assert runs.rows_of([listed])[0]["run"] == f"{at_work.name} (trial 0123456789ab)"
     with pytest.raises(ConfigError):
         runs.choose_run(at_work.name)  # a trial is resumed by its own command
 

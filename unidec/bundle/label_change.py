@@ -18,13 +18,12 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import scipy.sparse as sp
 from scipy.sparse import csr_matrix
 
@@ -105,7 +104,7 @@ class LabelChange:
             DataError: there are no labels, a uid occurs twice, or the lists differ in length.
         """
         titles = texts if titles is None else titles
-        counts = (len(uids), len(texts), len(titles))
+        counts = tuple(map(len, (uids, texts, titles)))
         if 0 in counts or len(set(counts)) > 1:
             raise DataError(
                 "parts of the labels are missing",
@@ -206,11 +205,12 @@ class LabelChange:
     @property
     def counts(self) -> dict[str, int]:
         """Number of labels "added", "removed", "renamed" and "kept"."""
+        added = len(self.added)
         return {
-            "added": len(self.added),
+            "added": added,
             "removed": len(self.removed),
             "renamed": len(self.renamed),
-            "kept": len(self.uids) - len(self.added),
+            "kept": len(self.uids) - added,
         }
 
 
@@ -227,9 +227,9 @@ def _check_edit(
     examples: Sequence[LabelText],
 ) -> None:
     """Raise a DataError that lists every problem of an edit."""
-    edits = [("add", label) for label in add]
-    edits += [("remove", LabelText(uid, "")) for uid in remove]
-    edits += [("update", label) for label in update]
+    removed = [LabelText(uid, "") for uid in remove]
+    groups = (("add", add), ("remove", removed), ("update", update))
+    edits = [(kind, label) for kind, labels in groups for label in labels]
     found: list[tuple[LabelText, str]] = []
     known_labels = functools.cache(lambda: Known(bundle.row_of))
     first_edit: dict[str, str] = {}
@@ -314,43 +314,33 @@ def with_labels(
         raise ValueError("no training queries vote in this bundle: it has no weight for them")
     read_manifest(bundle.path, KIND, VERSION, verify=True)
     examples = bundle.encode(change.examples) if change.examples else None
-    scoring = Scoring(
-        space=info.space,
-        clf_weight=info.clf_weight,
-        clf_normalize=info.clf_normalize,
-        fusion=info.fusion,
-        calibration=info.calibration,
-    )
+    scoring = Scoring(**{part.name: getattr(info, part.name) for part in fields(Scoring)})
     voters = None
-    if info.knn is not None:
+    if knn := info.knn:
         voters = neighbours or _remapped_neighbours(bundle, change)
         if voters is not None and examples is not None and neighbours is None:
             voters = with_example_voters(
-                voters, change.examples, change.example_rows_E, examples, info.knn.space
+                voters, change.examples, change.example_rows_E, examples, knn.space
             )
         if voters is None:  # fusion and calibration were fitted to scores with votes
-            scoring = replace(scoring, fusion=None, calibration=None)
+            scoring = replace(scoring, knn=None, fusion=None, calibration=None)
         else:
-            old = info.knn
-            knn = KnnInfo.of(voters, old.weight, old.neighbours, old.space)
-            scoring = replace(scoring, knn=knn)
+            votes = KnnInfo.of(voters, knn.weight, knn.neighbours, knn.space)
+            scoring = replace(scoring, knn=votes)
     vectors, estimated_L = _changed_vectors(bundle, change, examples)
     heads = Heads(vectors, info.space, info.clf_normalize)
-    index = LabelIndex.build(heads, bundle.index.spec)
-    labels = BundleLabels(change.uids, change.titles, vectors, _ranges(estimated_L))
-    facts = Facts(
-        text=info.text,
-        dataset=dataset or info.dataset,
-        params=info.params,
-        card=card or info.card,
-    )
     return write_bundle(
         path,
         bundle.path / "model",
-        index=index,
-        labels=labels,
+        index=LabelIndex.build(heads, bundle.index.spec),
+        labels=BundleLabels(change.uids, change.titles, vectors, _ranges(estimated_L)),
         scoring=scoring,
-        facts=facts,
+        facts=Facts(
+            text=info.text,
+            dataset=dataset or info.dataset,
+            params=info.params,
+            card=card or info.card,
+        ),
         neighbours=voters,
     )
 
@@ -442,8 +432,8 @@ def _remapped_neighbours(bundle: Bundle, change: LabelChange) -> Neighbours | No
     return Neighbours(
         neighbours.vectors_MD[kept_queries],
         labels_ML[kept_queries],
-        neighbours.uids.take(pa.array(kept_queries)),
-        neighbours.titles.take(pa.array(kept_queries)),
+        neighbours.uids.take(kept_queries),
+        neighbours.titles.take(kept_queries),
         words=words,
         label_words_LF=label_words,
     )
@@ -481,15 +471,18 @@ def estimated_rows(
         The rows float32 [S, D], and the mean bias of the trained labels (0 without biases).
     """
     text_SD = unit_rows(clf_SD)
-    if not len(trained):
-        return text_SD, 0.0
     bias = 0.0
+    if not len(trained):
+        return text_SD, bias
     if "bias" in vectors:
         bias = float(vectors["bias"][trained].mean(dtype=np.float64))
     clf_TD = vectors["clf"][trained]
-    nearest = LabelIndex.build(clf_TD if de_SD is None else vectors["de"][trained])
-    query_SD = text_SD if de_SD is None else de_SD
-    _, near_SN = nearest.search(query_SD, min(NEAREST, len(trained)))
+    nearest_TD = clf_TD
+    query_SD = text_SD
+    if de_SD is not None:
+        nearest_TD = vectors["de"][trained]
+        query_SD = de_SD
+    _, near_SN = LabelIndex.build(nearest_TD).search(query_SD, min(NEAREST, len(trained)))
     length = np.linalg.norm(clf_TD, axis=1).mean(dtype=np.float64)
     share = np.float32(TEXT_SHARE)
     own_SD = share * np.float32(min(1.0, float(length))) * text_SD

@@ -109,7 +109,6 @@ def train(
 add_stage(
     app,
     "evaluate",
-    "evaluate",
     "Compute every metric on the test split; write report and plots to outputs/.",
     "--json",
 )
@@ -239,7 +238,7 @@ def list_runs() -> Shown:
     found = list_runs()
     if not found:
         return Shown(found, ["no runs yet: unidec train starts one"])
-    return Shown(found, table(*rows_of(found)))
+    return Shown(found, table(rows_of(found)))
 
 
 @command(runs_app, "", "--fix", "--deep --json")
@@ -257,8 +256,7 @@ def doctor(
     from unidec.pipeline.doctor import examine, exit_code, rows_of
 
     found = examine(deep=deep, fix=fix)
-    lines = table(*rows_of(found)) if found else ["healthy"]
-    return Shown(found, lines, exit_code(found))
+    return Shown(found, table(rows_of(found)) or ["healthy"], exit_code(found))
 
 
 @command(config_app, "--set recipe=depsl", name="show")
@@ -292,8 +290,7 @@ def encoders(
         about = about_encoder(params, name)
         return Shown(about, lines_of(name, about))
     known = known_encoders()
-    rows = [list(row.values()) for row in known["architectures"]]
-    lines = table(list(known["architectures"][0]), rows)
+    lines = table(known["architectures"])
     lines.append(f"poolings: {', '.join(known['poolings'])}")
     for names, prompts in known["prompts"].items():
         said = ", ".join(f"encoder.{key}: {prompt!r}" for key, prompt in prompts.items())

@@ -84,15 +84,18 @@ def predict(
     a kill.
     """
     if bool(texts) == bool(source) or bool(source) != bool(target):
-        what = "requires either texts, or both --input and --output"
-        file = "unidec predict --input queries.csv --output predictions.parquet"
-        raise ConfigError(what, where="unidec predict", fix=f'unidec predict "text", or {file}')
+        raise ConfigError(
+            "requires either texts, or both --input and --output",
+            where="unidec predict",
+            fix='unidec predict "text", or unidec predict --input queries.csv --output '
+            "predictions.parquet",
+        )
     from unidec.data.tokens import is_blank
 
     for number, text in enumerate(texts or [], 1):
         if is_blank(text):  # the server refuses it, too
             raise DataError("empty text", where=f"text {number}", got=repr(text), fix="remove it")
-    bounds = load_if_there(params, assignments).raw
+    settings = load_if_there(params, assignments)
     folder = bundle_folder(bundle)
     if source is not None:
         from unidec.bundle.predict_file import FileRequest, predict_file
@@ -100,7 +103,7 @@ def predict(
         request = FileRequest(
             str(folder), str(source), str(target), k=k, column=column, runtime=runtime
         )
-        count = predict_file(request, bounds=bounds)
+        count = predict_file(request, bounds=settings.raw)
         show("predict", {"queries": count, "output": str(target)}, as_json)
         return
     from unidec.bundle.bundle import Bundle
@@ -150,9 +153,8 @@ def serve(
 
     share_one_heap()  # before anything starts a thread
     given = {"serve.host": host, "serve.port": port, "serve.feedback": feedback}
-    words = list(assignments or [])
-    words += [f"{key}={value}" for key, value in given.items() if value is not None]
-    settings = load_if_there(params, words).serve
+    words = [f"{key}={value}" for key, value in given.items() if value is not None]
+    settings = load_if_there(params, [*(assignments or []), *words]).serve
     from unidec.serving.serve import serve as run
 
     run(source, settings)
@@ -160,10 +162,10 @@ def serve(
 
 add_stage(
     index_app,
-    "build",
     "index",
     "Encode the labels and build the search index: outputs/bundle.",
     "--set index.factory=PQx4",
+    name="build",
 )
 
 
@@ -194,8 +196,8 @@ def tune(
 
 def _tuned(found: Tuned) -> list[str]:
     names = ["factory", "search", "recall", "p50_ms", "p99_ms", "index_bytes", "build_seconds"]
-    rows = [[_cell(getattr(one, name)) for name in names] for one in found.measured]
-    lines = table(names, rows)
+    rows = [{name: _cell(getattr(one, name)) for name in names} for one in found.measured]
+    lines = table(rows)
     lines.append(
         f"measured with {found.queries}, {found.labels} labels; recall of the first {found.k}"
     )

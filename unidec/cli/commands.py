@@ -147,14 +147,19 @@ def _option(name: str, annotation: Any, default: Any) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
-def add_stage(group: Typer, name: str, stage: str, about: str, example: str = "") -> None:
-    """Add a command that runs `unidec.pipeline.<stage>`, which takes only the parameters."""
+def add_stage(
+    group: Typer, stage: str, about: str, example: str = "", name: str | None = None
+) -> None:
+    """Add a command that runs `unidec.pipeline.<stage>`, which takes only the parameters; its
+    `name` is by default the stage's.
+    """
 
     def run(params: Params) -> Any:
         return getattr(pipeline, stage)(params)
 
     run.__doc__ = about
-    command(group, example, name=name, title=stage.replace("_", "-"))(run)
+    title = stage.replace("_", "-")
+    command(group, example, name=name or title, title=title)(run)
 
 
 def show(title: str, result: Any, as_json: bool) -> None:
@@ -163,7 +168,7 @@ def show(title: str, result: Any, as_json: bool) -> None:
     """
     global has_finished_work
     has_finished_work = not isinstance(result, Shown)
-    if not isinstance(result, Shown):
+    if has_finished_work:
         result = Shown(result, lines_of(title, result))
     if as_json:
         print(json.dumps(pipeline.plain(result.found), indent=2, default=str))
@@ -175,15 +180,10 @@ def show(title: str, result: Any, as_json: bool) -> None:
 
 def lines_of(title: str, result: Any) -> list[str]:
     """A result (`plain`) as one line per value."""
-    return _lines(title, pipeline.plain(result))
-
-
-def _lines(title: str, result: Mapping[str, Any]) -> list[str]:
     lines = []
-    for key, value in result.items():
+    for key, value in pipeline.plain(result).items():
         if isinstance(value, dict):
-            inner = {f"{key}.{name}": one for name, one in value.items()}
-            lines += _lines(title, inner)
+            lines += lines_of(title, {f"{key}.{name}": one for name, one in value.items()})
             continue
         if isinstance(value, list) and len(value) > 5:
             value = f"{len(value)} entries"
@@ -193,9 +193,11 @@ def _lines(title: str, result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def table(columns: Sequence[str], rows: list[list[str]]) -> list[str]:
-    """Lines of aligned columns for a terminal, tab-separated otherwise."""
-    lines = [columns, *rows]
+def table(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Lines of aligned columns for a terminal, tab-separated otherwise. Each row has all columns,
+    by their headings.
+    """
+    lines = [*map(list, rows[:1]), *(list(row.values()) for row in rows)]
     if not sys.stdout.isatty():
         return ["\t".join(line) for line in lines]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
@@ -217,9 +219,8 @@ def show_predictions(frame: pd.DataFrame) -> None:
     if not sys.stdout.isatty():
         print(frame.to_csv(sep="\t", index=False), end="")
         return
-    columns = ["rank", "score", "probability", "label", "title"]
-    shown = frame[columns].astype({"rank": str})
+    shown = frame[["rank", "score", "probability", "label", "title"]].astype({"rank": str})
     shown["score"] = frame["score"].map("{:.4f}".format)
     shown["probability"] = frame["probability"].map(_percent)
     for query, rows in shown.groupby(frame["query"], sort=False):
-        print(query, *table(columns, rows.to_numpy().tolist()), sep="\n")
+        print(query, *table(rows.to_dict("records")), sep="\n")

@@ -24,14 +24,11 @@ data_app = group(
 add_stage(
     data_app,
     "inputs",
-    "inputs",
     "Write what each result depends on, its parameters and a hash of its code, for `dvc repro`, to "
     "data/inputs.",
-    "",
 )
 add_stage(
     data_app,
-    "ingest",
     "ingest",
     "Read raw files of any supported layout into data/dataset, and split off validation queries.",
     "--set data.path=my/folder --set data.format=tables",
@@ -39,39 +36,24 @@ add_stage(
 add_stage(
     data_app,
     "validate",
-    "validate",
     "Check the data set with Great Expectations; writes data/validation/index.html; exit code 3: a "
     "check failed.",
-    "",
 )
+add_stage(data_app, "tokens", "Tokenise queries and labels.", "--set tokens.max_length=64")
 add_stage(
     data_app,
-    "tokens",
-    "tokens",
-    "Tokenise queries and labels.",
-    "--set tokens.max_length=64",
-)
-add_stage(
-    data_app,
-    "propensity",
     "propensity",
     "Compute inverse propensities and frequency groups of the labels.",
     "--json",
 )
+add_stage(data_app, "label_graph", "Count label co-occurrences, for Gandalf's soft targets.")
 add_stage(
     data_app,
-    "label-graph",
-    "label_graph",
-    "Count label co-occurrences, for Gandalf's soft targets.",
-    "",
-)
-add_stage(
-    data_app,
-    "change",
     "data_change",
     "Compare data/dataset with the champion's training data; exit code 3: a change beyond the "
     "limits.",
     "--set drift.stop=1",
+    name="change",
 )
 
 
@@ -111,8 +93,9 @@ def from_feedback(
 
 def findings(result: DataDrift) -> Shown:
     """The findings as a table, with exit code 1 if anything drifted."""
-    rows = [[str(one["state"]), str(one["words"])] for one in result.findings]
-    lines = table(["state", "finding"], rows)
+    lines = table(
+        [{"state": str(one["state"]), "finding": str(one["words"])} for one in result.findings]
+    )
     if result.reason:
         lines.append(result.reason)
     return Shown(result, [*lines, f"report: {result.page}"], 1 if result.drifted else 0)

@@ -117,12 +117,11 @@ def _new(values: dict[str, str]) -> str:
     """A new params.yaml. `dvc exp run -S KEY` requires every key, with or without a value."""
     params = Params()
     sections = ""
-    for name in Params.model_fields:
+    for name, section in params:
         if name not in ("recipe", "seed", "device", "data"):
-            keys = ", ".join(getattr(params, name).model_dump())
-            sections += f"{name}: {{{keys}}}\n"
+            sections += f"{name}: {{{', '.join(key for key, _ in section)}}}\n"
     data = ""
-    for key, default in params.data.model_dump().items():
+    for key, default in params.data:
         data += f"  {key}: {json.dumps(values.get(f'data.{key}', default))}\n"
     return (
         "# `unidec config keys` explains every key; keys here override the recipe.\n"
@@ -135,6 +134,7 @@ def _changed(text: str, values: dict[str, str], path: Path) -> str:
     is missing.
     """
     for key, value in values.items():
+        shown = json.dumps(value)
         node = YAML().compose(text)
         for name in key.split("."):
             found = node.value if isinstance(node, MappingNode) else ()
@@ -143,13 +143,13 @@ def _changed(text: str, values: dict[str, str], path: Path) -> str:
             raise ConfigError(
                 f"no key {key} to change",
                 where=path,
-                fix=f"add it by hand, with the value {json.dumps(value)}",
+                fix=f"add it by hand, with the value {shown}",
             )
         before = text[: node.start_mark.index]
         after = text[node.end_mark.index :]
         if not node.value:  # a key without a value
             before = before.rstrip(" ").removesuffix(":") + ": "
-        text = f"{before}{json.dumps(value)}{after}"
+        text = f"{before}{shown}{after}"
     return text
 
 
@@ -222,7 +222,7 @@ def _match_git(folder: Path) -> list[str]:
     shared, local = _dvc_settings(folder)
     changed = [local]
     if is_inside(folder):
-        changed = [settings for settings in (shared, local) if _says_no_git(settings)]
+        changed = list(filter(_says_no_git, (shared, local)))
         for settings in changed:
             del settings["core"]["no_scm"]
     else:

@@ -79,13 +79,12 @@ def add(
     from unidec.pipeline.label_stages import change_labels
 
     examples = [LabelText(str(uid), one) for one in query or []]
-    examples += _read(queries, params)
     return _flat(
         change_labels(
             params,
             bundle,
             add=texts,
-            examples=examples,
+            examples=[*examples, *_read(queries, params)],
             out=out,
             register=register,
             dry_run=dry_run,
@@ -165,9 +164,12 @@ def _texts(
 ) -> list[LabelText]:
     """The one label on the command line, or those of the file."""
     if (uid is None or text is None) == (file is None) or (file and (uid or title)):
-        what = "requires either a uid and a text, or --file"
-        ways = 'unidec labels add UID "TEXT", or unidec labels add --file labels.csv'
-        raise ConfigError(what, where="unidec labels", fix=f"{ways}; update likewise")
+        raise ConfigError(
+            "requires either a uid and a text, or --file",
+            where="unidec labels",
+            fix='unidec labels add UID "TEXT", or unidec labels add --file labels.csv; update '
+            "likewise",
+        )
     from unidec.bundle.label_file import LabelText
 
     return _read(file, params) or [LabelText(str(uid), str(text), title or "")]

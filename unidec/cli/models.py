@@ -22,13 +22,13 @@ models_app = group("models", "List, compare, promote and trace registered models
 @command(models_app, "", "--json", name="list")
 def list_models(params: Params) -> Shown:
     """List the registered versions: aliases, metrics, data, code, result of the gate, date."""
-    from unidec.tracking.lineage import columns, list_versions, rows_of
+    from unidec.tracking.lineage import list_versions, rows_of
 
     name = params.tracking.model_name
     found = list_versions(name)
     if not found:
         return Shown(found, [f"no versions of {name} yet: unidec models register creates one"])
-    return Shown(found, table(columns(), rows_of(found)))
+    return Shown(found, table(rows_of(found)))
 
 
 @command(models_app, "", "7 --set gate.margin=0.2 --json")
@@ -41,8 +41,12 @@ def gate(params: Params, version: Which = "challenger") -> Shown:
     if result.champion:
         against = f"against version {result.champion}"
     outcome = "passed" if result.passed else "refused"
-    rows = [[one.check, "pass" if one.passed else "FAIL", one.words] for one in result.reasons]
-    lines = table(["check", "", "why"], rows)
+    lines = table(
+        [
+            {"check": one.check, "": "pass" if one.passed else "FAIL", "why": one.words}
+            for one in result.reasons
+        ]
+    )
     lines.append(f"version {result.challenger} {against}: {outcome}; page: {result.page}")
     return Shown(result, lines, exit_code=0 if result.passed else Refused.exit_code)
 
@@ -107,11 +111,16 @@ def lineage(
     found = registry.models_of_data(data, model_name=name)
     if not found:
         return Shown(found, [f"no version of {name} was made from it"])
-    rows = []
-    for one in found:
-        cells = [one.version, ", ".join(one.aliases), ", ".join(one.what), one.through or ""]
-        rows.append(cells)
-    return Shown(found, table(["version", "aliases", "made from it", "through version"], rows))
+    rows = [
+        {
+            "version": one.version,
+            "aliases": ", ".join(one.aliases),
+            "made from it": ", ".join(one.what),
+            "through version": one.through or "",
+        }
+        for one in found
+    ]
+    return Shown(found, table(rows))
 
 
 @command(models_app, "", "--bundle outputs/refreshed")
@@ -143,11 +152,9 @@ def monitor(
 
 add_stage(
     models_app,
-    "start",
     "choose_start",
-    (
-        "Choose whether the next training starts from the champion or from scratch; writes "
-        "data/start.json."
-    ),
+    "Choose whether the next training starts from the champion or from scratch; writes "
+    "data/start.json.",
     "--set retrain.start=cold",
+    name="start",
 )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from unidec.comparison.workspace import FAILURE, LOG, MODEL, PREDICTIONS, RESULT
 from unidec.config import Params, flatten
 from unidec.data.file_lock import lock_file
 from unidec.data.storage import MANIFEST, folder_bytes, read_json, read_json_lines, write_json
+from unidec.data.temporary import remove
 from unidec.errors import ConfigError, Stopped, TrainingError, UnidecError
 from unidec.evaluation.baselines import K
 from unidec.machine import host_peak
@@ -64,10 +64,11 @@ def run_step(
             "the comparison is being stopped", where=step.name, fix="run it again to resume"
         )
     variables = {**os.environ, **environment, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    log_file = step.folder / LOG
     try:
         step.folder.mkdir(parents=True, exist_ok=True)
-        write_json(step.folder / SPEC, dict(step.spec))
-        with open(step.folder / LOG, "ab") as log:
+        write_json(step.folder / SPEC, step.spec)
+        with log_file.open("ab") as log:
             process = subprocess.Popen(
                 [*COMMAND, str(step.folder.resolve())],
                 stdin=subprocess.DEVNULL,
@@ -102,11 +103,14 @@ def run_step(
             how = f"ended by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
             how += " (not enough memory?)"
-        reason = f"{how}: {last_lines(step.folder / LOG)}"
+        reason = f"{how}: {last_lines(log_file)}"
         if not stopping.is_set():
             write_json(step.folder / FAILURE, {"what": reason})
-    fix = "read this log, remove the cause and run it again: finished runs are kept"
-    raise TrainingError(reason, where=step.folder / LOG, fix=fix)
+    raise TrainingError(
+        reason,
+        where=log_file,
+        fix="read this log, remove the cause and run it again: finished runs are kept",
+    )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -149,8 +153,9 @@ def _make(step: Step) -> None:
 
     Path(FAILURE).unlink(missing_ok=True)
     if step.result() is not None:  # a result of other code
-        kept = (SPEC, LOG, ".lock")
-        _remove(path for path in Path().iterdir() if path.name not in kept)
+        for path in Path().iterdir():
+            if path.name not in (SPEC, LOG, ".lock"):
+                remove(path)
     spec = step.spec
     begin = time.time()
     _link(spec["links"])
@@ -170,7 +175,8 @@ def _make(step: Step) -> None:
         result |= {**made, "dataset": data_card(params), "lineage": lineage}
     write_json(RESULT, result)
     if not spec["keep"]:
-        _remove([Path(MODEL), Path("outputs/bundle")])
+        remove(Path(MODEL))
+        remove(Path("outputs/bundle"))
     remove_checkpoints(Path())
 
 
@@ -185,7 +191,9 @@ def _refresh_seconds(line: Mapping[str, Any]) -> float:
 
 def remove_checkpoints(folder: Path) -> None:
     """Remove files that only an unfinished training needs from a step's folder."""
-    _remove([*folder.glob("runs/*/checkpoints"), *folder.glob("runs/*/refresh")])
+    for unfinished in ("runs/*/checkpoints", "runs/*/refresh"):
+        for path in folder.glob(unfinished):
+            remove(path)
 
 
 def _prepare_data(params: Params, train: int | None, test: int | None) -> None:
@@ -252,19 +260,21 @@ def _recipe(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
     np.save(PREDICTIONS, labels, allow_pickle=False)
     bundle = Bundle.load(paths.BUNDLE, verify=False)
     sizes = [weight.numel() for weight in bundle.model.parameters()]
-    rows = bundle.vectors.keys() & {"clf", "bias"}
-    sizes += [bundle.vectors[name].size for name in rows]
+    sizes += [array.size for name, array in bundle.vectors.items() if name != "de"]
     result["costs"] |= {
         "search_ms": _search_ms(bundle, params),
         "parameters": float(sum(sizes)),
         "bundle_bytes": float(folder_bytes(paths.BUNDLE)),
     }
     # results are shared: without folders of this machine
-    result["params"] = {}
-    for key, value in flatten(params).items():
-        if not Path(str(value)).is_absolute():
-            result["params"][key] = value
-    return result | {"metrics": metrics["test"], "validation": metrics["validation"]}
+    shared = {
+        key: value for key, value in flatten(params).items() if not Path(str(value)).is_absolute()
+    }
+    return result | {
+        "params": shared,
+        "metrics": metrics["test"],
+        "validation": metrics["validation"],
+    }
 
 
 def _search_ms(bundle: Any, params: Params) -> float:
@@ -276,8 +286,7 @@ def _search_ms(bundle: Any, params: Params) -> float:
     bundle.predict_arrays(texts[:8], k=TIMED_K)
     begin = time.perf_counter()
     bundle.predict_arrays(texts, k=TIMED_K)
-    seconds = time.perf_counter() - begin
-    return 1000 * seconds / max(len(texts), 1)
+    return 1000 * (time.perf_counter() - begin) / max(len(texts), 1)
 
 
 def _peer(spec: Mapping[str, Any], params: Params) -> dict[str, Any]:
@@ -364,14 +373,6 @@ def _lineage() -> dict[str, str]:
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     return found
-
-
-def _remove(paths: Iterable[Path]) -> None:
-    for path in paths:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
 
 
 def _link(links: Mapping[str, str]) -> None:

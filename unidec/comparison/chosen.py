@@ -68,10 +68,7 @@ def read_chosen(
 
 
 def _is_within(settings: Overrides, ranges: Mapping[str, Any]) -> bool:
-    for key, value in settings.items():
-        if key not in ranges or not holds(ranges[key], value):
-            return False
-    return True
+    return all(key in ranges and holds(ranges[key], value) for key, value in settings.items())
 
 
 def write_chosen(path: str | Path, file: ComparisonFile, trials: Mapping[str, Trials]) -> Path:
@@ -88,13 +85,11 @@ def write_chosen(path: str | Path, file: ComparisonFile, trials: Mapping[str, Tr
     entries: dict[str, Any] = read_yaml(place)[0] if place.is_file() else {}
     for cell, tried in trials.items():
         figures = {}
-        trained = []
         for changed, metric in tried:
             name = in_words(changed) or AS_IT_IS
             figures[name] = None if metric is None else round(metric, 3)
-            if metric is not None:
-                trained.append((metric, changed))
-        _, best = max(trained, key=itemgetter(0), default=(None, {}))
+        trained = [trial for trial in tried if trial[1] is not None]
+        best, _ = max(trained, key=itemgetter(1), default=({}, None))
         entries[cell] = {"set": best, "trials": figures}
     ordered = {cell: entries[cell] for cell in file.cells if cell in entries}
     head = HEAD.format(path=path, metric=METRIC, data=file.tuning.data, seed=file.seeds[0])

@@ -181,15 +181,16 @@ def _explain(detail: ErrorDetails, origin: dict[str, str]) -> str:
     path = [str(part) for part in detail["loc"] if part != "[key]"]
     key = ".".join(path)
     got = short(detail["input"])
-    if detail["type"] == "extra_forbidden":
+    kind = detail["type"]
+    if kind == "extra_forbidden":
         section = ENTRIES[path[0]] if len(path) > 1 else ComparisonFile
         known = list(section.model_fields)
         expected = f"one of {', '.join(known)}"
-        near = nearest(path[-1], known)
-        return problem(key, "unknown key", got, expected, origin, near=near)
-    what = "missing" if detail["type"] == "missing" else "wrong value"
+        return problem(key, "unknown key", got, expected, origin, near=nearest(path[-1], known))
+    what = "missing" if kind == "missing" else "wrong value"
     # a key that is missing has the line of its section
-    while path and ".".join(path) not in origin:
-        path.pop()
-    where = {key: origin[".".join(path)]} if path else {}
+    place = key
+    while place and place not in origin:
+        place = place.rpartition(".")[0]
+    where = {key: origin[place]} if place else {}
     return problem(key, what, got, valid_values(detail), where)

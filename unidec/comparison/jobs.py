@@ -82,11 +82,11 @@ def slug(name: str) -> str:
 
 def in_words(trial: Mapping[str, Any]) -> str:
     """{"lr": 2, "pool.beta": 3} -> "lr=2, pool.beta=3"; "" for the cell as it is."""
-    words = []
-    for key, value in trial.items():
-        figure = f"{value:.4g}" if isinstance(value, float) else value
-        if (key, value) != (RATES, 1):
-            words.append(f"{key}={figure}")
+    words = [
+        f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
+        for key, value in trial.items()
+        if (key, value) != (RATES, 1)
+    ]
     return ", ".join(words)
 
 
@@ -172,14 +172,14 @@ class Planner:
         seeds = dict.fromkeys(self.file.seeds)
         for system in systems.values():
             seeds |= dict.fromkeys(system.seeds)
-        jobs = []
-        for seed in seeds:
-            for data in self.file.data:
-                if self.file.tuning and data == self.file.tuning.data:
-                    continue
-                for cell, system in systems.items():
-                    if seed in system.seeds:
-                        jobs.append(self._job(data, cell, system, seed))
+        tuned_on = self.file.tuning and self.file.tuning.data
+        jobs = [
+            self._job(data, cell, system, seed)
+            for seed in seeds
+            for data in self.file.data
+            for cell, system in systems.items()
+            if data != tuned_on and seed in system.seeds
+        ]
         return [job for job in jobs if job]
 
     def _searches(self, tuning: TuningEntry, systems: Mapping[str, System]) -> list[Job]:
@@ -189,12 +189,11 @@ class Planner:
         self._check_name("tuning.data", "data set", tuning.data, self.file.data)
         if tuning.data not in self.file.data:
             return []
-        seed = self.file.seeds[0]
         found = []
         for name, system in systems.items():
             if system.kind != "recipe":
                 continue
-            if job := self._job(tuning.data, name, system, seed):
+            if job := self._job(tuning.data, name, system, self.file.seeds[0]):
                 self._check_ranges(name, system.ranges, job.params)
                 found.append(replace(job, kind="trial", settings={}, ranges=system.ranges))
         return found
@@ -204,9 +203,9 @@ class Planner:
         origin = {}
         for key in ranges:
             section = "tuning" if key in self.common_ranges else f"cells.{cell}"
-            places[key] = f"{section}.ranges.{key}"
-            if places[key] in self.origin:
-                origin[key] = self.origin[places[key]]
+            place = places[key] = f"{section}.ranges.{key}"
+            if place in self.origin:
+                origin[key] = self.origin[place]
         if problems := problems_of(ranges, params, origin, f"cells.{cell}.ranges"):
             self._add_params(problems, cell)
             return
@@ -217,8 +216,7 @@ class Planner:
     def _add(
         self, key: str, what: str, got: Any, expected: str | None = None, near: str | None = None
     ) -> None:
-        text = problem(key, what, short(got), expected, self.origin, near=near)
-        self.problems.append(text)
+        self.problems.append(problem(key, what, short(got), expected, self.origin, near=near))
 
     def _add_params(self, problems: Sequence[str], cell: str) -> None:
         """Add problems of parameters, which several cells may share."""
@@ -257,12 +255,13 @@ class Planner:
             self._add(where, "requires one source", ", ".join(given) or "none", expected)
         self._check_name(f"{where}.recipe", "recipe", cell.recipe, recipe_names())
         self._check_name(f"{where}.peer", "peer", cell.peer, PEERS)
-        for place in ("like", "model_of", "after"):
-            other = getattr(cell, place)
-            self._check_name(f"{where}.{place}", "cell above this one", other, self.systems)
+        for source in ("like", "model_of", "after"):
+            other = getattr(cell, source)
+            place = f"{where}.{source}"
+            self._check_name(place, "cell above this one", other, self.systems)
             system = self.systems.get(other)
-            if place != "like" and system and system.kind != "recipe":
-                self._add(f"{where}.{place}", "has no model of its own", other, "a trained cell")
+            if source != "like" and system and system.kind != "recipe":
+                self._add(place, "has no model of its own", other, "a trained cell")
         if cell.peer is not None and cell.set:
             self._add(where, "a peer takes no parameters", cell.set, "no `set`")
         peer = PEERS.get(cell.peer or "")
@@ -284,16 +283,19 @@ class Planner:
 
     def _system(self, name: str, cell: CellEntry) -> System | None:
         """A cell with the settings that it inherits by `like` or `model_of`."""
-        if peer := PEERS.get(cell.peer or ""):
+        name_of_peer = cell.peer or ""
+        if peer := PEERS.get(name_of_peer):
             seeds = cell.seeds or self.file.seeds
             if not peer.script:
                 seeds = seeds[:1]
-            return System(kind="peer", peer=cell.peer or "", needs=cell.after or "", seeds=seeds)
+            return System(kind="peer", peer=name_of_peer, needs=cell.after or "", seeds=seeds)
         system = self.systems.get(cell.like or cell.model_of or "")
         if cell.recipe in recipe_names():
-            seeds = self.file.seeds
             system = System(
-                kind="recipe", recipe=cell.recipe, seeds=seeds, ranges=self.common_ranges
+                kind="recipe",
+                recipe=cell.recipe,
+                seeds=self.file.seeds,
+                ranges=self.common_ranges,
             )
         if system is None or system.kind == "peer":
             return system
@@ -302,8 +304,7 @@ class Planner:
         other = self.systems.get(needs)
         if other and not set(seeds) <= set(other.seeds):
             what = "not seeds of the cell that it builds on"
-            expected = str(list(other.seeds))
-            self._add(f"cells.{name}.seeds", what, seeds, expected)
+            self._add(f"cells.{name}.seeds", what, seeds, str(list(other.seeds)))
         if cell.model_of:
             system = replace(system, kind="model_of")
         if cell.ranges is not None:
@@ -322,8 +323,7 @@ class Planner:
         found = {}
         for key, value in by_key_path(values).items():
             line = self.origin.get(f"{section}.{key}", self.origin.get(section))
-            place = f"{line}, {section}" if line else section
-            found[key] = (value, place)
+            found[key] = (value, f"{line}, {section}" if line else section)
         return found
 
     def _job(self, data: str, cell: str, system: System, seed: int) -> Job | None:
@@ -332,16 +332,14 @@ class Planner:
         given = self._given("common", self.file.common)
         given |= self._given(f"data.{data}.set", entry.set)
         given |= system.given
-        values = {}
-        origin = {}
-        for key, (value, place) in given.items():
-            values[key] = value
-            origin[key] = place
+        values = {key: value for key, (value, _) in given.items()}
+        origin = {key: place for key, (_, place) in given.items()}
         origin |= dict.fromkeys(self.overrides, "--set")
         if system.needs and system.kind == "recipe":
             values["encoder.start"] = START
-        values |= {"seed": seed, **self.overrides}
         values |= {
+            "seed": seed,
+            **self.overrides,
             "data.path": entry.path,
             "tokens.text": entry.text,
             "tokens.max_length": entry.max_length,

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 from zipfile import BadZipFile
@@ -125,22 +126,18 @@ def figures(page: ComparisonInput) -> dict[str, Any]:
 
 
 def _curve(run: Run) -> list[list[float | None]]:
-    curve = []
-    for line in run.curve:
-        if METRIC in line["validation"]:
-            minutes = line["work_seconds"] / 60
-            percent = line["validation"][METRIC]
-            curve.append([_rounded(minutes), _rounded(percent)])
-    return curve
+    return [
+        [_rounded(line["work_seconds"] / 60), _rounded(line["validation"][METRIC])]
+        for line in run.curve
+        if METRIC in line["validation"]
+    ]
 
 
 def _summaries(cell: Cell, of: Literal["metrics", "costs"]) -> dict[str, list[float | None]]:
     found = {}
-    for run in cell.runs:
-        for name in getattr(run, of):
-            if name not in found:
-                value = cell.summary(name, of)
-                found[name] = [_rounded(value.mean), _rounded(value.spread)]
+    for name in dict.fromkeys(chain.from_iterable(getattr(run, of) for run in cell.runs)):
+        value = cell.summary(name, of)
+        found[name] = [_rounded(value.mean), _rounded(value.spread)]
     return found
 
 
@@ -159,10 +156,8 @@ def write_metrics(path: Path, step: Step) -> None:
     result = step.result() or {}
     figures: dict[str, Any] = {"run": step.name}
     for name in shown("tested"):
-        key = name.replace("@", "_at_")
-        figures[key] = round(result["metrics"][name], 3)
-    seconds = result["costs"].get("train_seconds", 0.0)
-    figures["train_seconds"] = round(seconds, 1)
+        figures[name.replace("@", "_at_")] = round(result["metrics"][name], 3)
+    figures["train_seconds"] = round(result["costs"].get("train_seconds", 0.0), 1)
     write_json(path, figures)
 
 
@@ -179,10 +174,11 @@ def page_input(
     file = comparison.file
     notes = _notes(comparison, found)
     planned = dict.fromkeys(job.data for job in comparison.jobs.values())
-    started = set()
-    for key, job in comparison.jobs.items():
-        if key in found or comparison.steps[key].failure():
-            started.add(job.data)
+    started = {
+        job.data
+        for key, job in comparison.jobs.items()
+        if key in found or comparison.steps[key].failure()
+    }
     later = [data for data in planned if data not in started]
     if started and later:
         notes.append(f"Not run yet: {', '.join(later)}.")
@@ -213,12 +209,11 @@ def page_input(
 def _notes(comparison: Comparison, found: Results) -> list[str]:
     """Paragraphs under the page's heading."""
     notes = []
-    old = 0
-    for key, result in found.items():
-        old += result["code"] != comparison.steps[key].spec["code"]
+    steps = comparison.steps
+    old = sum(result["code"] != steps[key].spec["code"] for key, result in found.items())
     if old:
         notes.append(f"{old} of {len(found)} results were made by another version of the code.")
-    if (tuning := comparison.file.tuning) is not None:
+    if tuning := comparison.file.tuning:
         notes.append(
             f"Each recipe had {tuning.trials} trials on {tuning.data}; the best by {METRIC} of its "
             "validation split is its setting here (Settings, tuned). Figures of all trials: "
@@ -229,13 +224,11 @@ def _notes(comparison: Comparison, found: Results) -> list[str]:
 
 def _lineage(comparison: Comparison, found: Results) -> dict[str, str]:
     """Versions, commits and machine of the figures; several values if they differ between cells."""
-    made = {"command": [f"unidec compare {comparison.path}"]}
+    made = {"command": {f"unidec compare {comparison.path}": None}}
     for result in found.values():
         for name, value in result["lineage"].items():
-            values = made.setdefault(name, [])
-            if value not in values:
-                values.append(value)
-    return {name: ", ".join(values[:5]) for name, values in made.items()}
+            made.setdefault(name, {})[value] = None
+    return {name: ", ".join([*values][:5]) for name, values in made.items()}
 
 
 def contrasts(comparison: Comparison, found: Results) -> dict[str, list[PairedTest]]:
@@ -245,9 +238,9 @@ def contrasts(comparison: Comparison, found: Results) -> dict[str, list[PairedTe
     done: dict[str, list[PairedTest]] = {}
     metrics = shown("tested")
     entries = comparison.file.cells
+    jobs = [job for job in comparison.jobs.values() if job.key in found]
     for data in comparison.file.data:
-        jobs = [job for job in comparison.jobs.values() if job.data == data]
-        scores = _scores(comparison, [job for job in jobs if job.key in found])
+        scores = _scores(comparison, [job for job in jobs if job.data == data])
         tests = done.setdefault(data, [])
         peers = [name for name in scores if entries[name].peer]
         if peers and len(scores) > 1:
@@ -315,16 +308,13 @@ def _failure(job: Job, comparison: Comparison) -> dict[str, Any]:
     step = comparison.steps[job.key]
     reason = step.failure()
     log = step.folder / LOG
-    place = ""
-    if log.is_file():
-        place = Path(*log.parts[-5:]).as_posix()
     return {
         "task": job.data,
         "cell": job.cell,
         "seed": job.seed,
         "state": "failed" if reason else "not run",
         "reason": reason,
-        "log": place,
+        "log": Path(*log.parts[-5:]).as_posix() if log.is_file() else "",
     }
 
 
@@ -360,27 +350,29 @@ def _write_scores(path: Path, parts: QueryParts) -> None:
     """Write scores as compressed float32 [n] arrays: "P@1/above", "P@1/below", ... (see
     `metrics.by_query`).
     """
-    arrays = {}
-    for metric, (above_N, below_N) in parts.items():
-        arrays[f"{metric}/above"] = above_N.astype(np.float32)
-        arrays[f"{metric}/below"] = below_N.astype(np.float32)
+    arrays = {
+        f"{metric}/{side}": part_N.astype(np.float32)
+        for metric, both in parts.items()
+        for side, part_N in zip(("above", "below"), both, strict=True)
+    }
     with write_file(path) as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
 
 
 def read_scores(path: Path) -> QueryParts:
-    parts = {}
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
-            for metric in shown("tested"):
-                above_N = arrays[f"{metric}/above"].astype(np.float64)
-                below_N = arrays[f"{metric}/below"].astype(np.float64)
-                parts[metric] = (above_N, below_N)
-        return parts
+            return {
+                metric: (
+                    arrays[f"{metric}/above"].astype(np.float64),
+                    arrays[f"{metric}/below"].astype(np.float64),
+                )
+                for metric in shown("tested")
+            }
     except (OSError, ValueError, KeyError, BadZipFile) as error:
         raise ArtifactError(
             "scores cannot be read",
-            where=str(path),
+            where=path,
             got=error,
             fix="remove it: it is computed again from the predictions beside it",
         ) from error

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -130,8 +130,7 @@ class Search:
         self._open(about)
         self.tracker = Tracker(self.params.tracking.experiment)
         facts = {"metric": self.metric, **about["ranges"]}
-        run_name = f"tune {subject.name}"
-        self.tracker.start(self.root, facts, code_tags(), None, run_name)
+        self.tracker.start(self.root, facts, code_tags(), None, f"tune {subject.name}")
 
     def _open(self, about: Mapping[str, Any]) -> None:
         """Open or create Optuna's records; records of another search are refused."""
@@ -224,8 +223,7 @@ class Search:
             """Report new rounds to Optuna until it prunes the trial."""
             for line in _rounds(step)[len(lines) :]:
                 epoch = line["epoch"]
-                before = lines[-1]["epoch"] if lines else 0
-                bar.update(epoch - before)
+                bar.update(epoch - _last_epoch(lines))
                 lines.append(line)
                 value = line["validation"][self.metric]
                 figure = f"{self.metric} {value:.2f}"
@@ -249,11 +247,10 @@ class Search:
             trial.set_user_attr("rounds", len(lines))
             if failed:
                 trial.set_user_attr("failed", failed)
-            value = None
-            if state == self.states.COMPLETE:
-                value = lines[-1]["validation"][self.metric]
+            is_complete = state == self.states.COMPLETE
+            value = lines[-1]["validation"][self.metric] if is_complete else None
             self.study.tell(trial, value, state)
-        return lines[-1]["epoch"] if lines else 0
+        return _last_epoch(lines)
 
     def _prunes(self, trial: Any, value: float, line: Mapping[str, Any]) -> bool:
         """Report a round to Optuna; returns whether Optuna ends the trial after it."""
@@ -268,8 +265,7 @@ class Search:
 
     def _draw(self, number: int) -> Any:
         """Draw the trial with this number; reproducible, given the same earlier trials."""
-        draw = random.Random(f"{self.params.seed}/{number}")
-        seed = draw.getrandbits(32)
+        seed = random.Random(f"{self.params.seed}/{number}").getrandbits(32)
         with stop_signals():
             self.study.sampler = self.optuna.samplers.TPESampler(seed=seed)
             waiting = self.study.get_trials(deepcopy=False, states=(self.states.WAITING,))
@@ -302,12 +298,14 @@ class Search:
         it, by what it has written so far.
         """
         subject = self.subject
-        tags = run_tags() | {"tuning": subject.name}
-        tags["mlflow.runName"] = f"{subject.name} {name}"
+        tags = run_tags() | {"tuning": subject.name, "mlflow.runName": f"{subject.name} {name}"}
         if self.tracker.run_id:
             tags["mlflow.parentRunId"] = self.tracker.run_id
-        environment = {"MLFLOW_TRACKING_URI": tracking_uri(), **subject.environment}
-        environment[RUN_TAGS] = json.dumps(tags | dict(subject.tags))
+        environment = {
+            "MLFLOW_TRACKING_URI": tracking_uri(),
+            **subject.environment,
+            RUN_TAGS: json.dumps(tags | dict(subject.tags)),
+        }
         if not step.is_done() and run_step(step, environment, self.stopping, is_enough):
             return True
         return is_enough()
@@ -335,9 +333,8 @@ class Search:
 
     def _finished(self) -> list[tuple[int, Any]]:
         """Number and record of each trial that finished."""
-        numbered = enumerate(self.ended)
         finished = self.states.COMPLETE
-        return [(number, one) for number, one in numbered if one.state == finished]
+        return [(number, one) for number, one in enumerate(self.ended) if one.state == finished]
 
     def best(self) -> tuple[int, Any]:
         """Number and record of the best trial; on ties the first.
@@ -356,11 +353,11 @@ class Search:
 
     def figures(self) -> Trials:
         """Changed settings and metric of each trial that ended."""
-        figures: Trials = []
-        for trial in self.ended:
-            metric = trial.value if trial.state == self.states.COMPLETE else None
-            figures.append((self.changed(trial.params), metric))
-        return figures
+        finished = self.states.COMPLETE
+        return [
+            (self.changed(trial.params), trial.value if trial.state == finished else None)
+            for trial in self.ended
+        ]
 
     def write_best(self, params: Params) -> Tuned:
         """Write best.yaml: `params` with the values of the best trial.
@@ -373,9 +370,7 @@ class Search:
         number, trial = self.best()
         settings = {key: trial.params[key] for key in self.space}
         best = applied(params, settings, source=str(path))
-        words = []
-        for key, chosen in settings.items():
-            words.append(f"--set {key}={json.dumps(chosen)}")
+        words = [f"--set {key}={json.dumps(chosen)}" for key, chosen in settings.items()]
         count = len(self.ended)
         metric = f"{self.metric} of the validation split: {trial.value:.2f}"
         head = (
@@ -394,6 +389,11 @@ class Search:
             best=str(path),
             table=str(table),
         )
+
+
+def _last_epoch(lines: Sequence[Mapping[str, Any]]) -> int:
+    """The epoch of the last of these records of rounds; 0 without any."""
+    return lines[-1]["epoch"] if lines else 0
 
 
 def _rounds(step: Step) -> list[dict[str, Any]]:

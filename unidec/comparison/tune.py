@@ -79,9 +79,10 @@ def tune(
         name=root.name,
         asked=params,
     )
-    again = "re-run the command to resume"
-    farewell = "stopped at once; finished trials are kept"
-    with signals_raise(again, farewell), _search(subject) as search:
+    signals = signals_raise(
+        "re-run the command to resume", "stopped at once; finished trials are kept"
+    )
+    with signals, _search(subject) as search:
         return search.run(trials) or search.write_best(params)
 
 

@@ -104,10 +104,7 @@ def problems_of(
 @functools.cache
 def _kinds() -> dict[str, list[str]]:
     """Types of value that each key accepts: "number", "integer", ..."""
-    found = {RATES: ["number"]}
-    for key, _, kinds, _ in describe():
-        found[key] = kinds.split()
-    return found
+    return {RATES: ["number"]} | {key: kinds.split() for key, _, kinds, _ in describe()}
 
 
 def _values(key: str, entry: Any) -> list[Any]:
@@ -166,9 +163,7 @@ def applied(
         for key in values:
             if key.startswith("optim.lr_"):
                 values[key] *= factor
-    for key in kept:
-        if key in before:
-            values[key] = before[key]
+    values |= {key: before[key] for key in kept if key in before}
     return build_params(values, dict(origin or {}), source)
 
 

@@ -14,7 +14,6 @@ with `keep_results`)."""
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +27,7 @@ from unidec.comparison.chosen import read_chosen
 from unidec.comparison.comparison_file import ComparisonFile, read_file
 from unidec.comparison.jobs import START, Job, Planner, slug
 from unidec.config import Params, fingerprint, keys_deciding
-from unidec.data.storage import MANIFEST, folder_sha256, read_json
+from unidec.data.storage import MANIFEST, folder_sha256, read_json_object, text_sha256
 from unidec.errors import ConfigError
 
 ROOT = Path("runs/compare")
@@ -74,14 +73,13 @@ class Step:
 
     def result(self) -> dict[str, Any] | None:
         """result.json; None if there is none."""
-        return _read_json(self.folder / RESULT)
+        return read_json_object(self.folder / RESULT) or None
 
     def failure(self) -> str:
         """The error of its last attempt; "" if it succeeded or was never run."""
         if self.result():
             return ""
-        failure = _read_json(self.folder / FAILURE) or {}
-        return str(failure.get("what", ""))
+        return str(read_json_object(self.folder / FAILURE).get("what", ""))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +133,7 @@ def load_comparison(
     return Comparison(
         path=Path(path),
         file=file,
-        overrides=overrides or {},
+        overrides=planner.overrides,
         root=root,
         jobs=jobs,
         steps=steps,
@@ -177,7 +175,7 @@ def matching(comparison: Comparison, only: Sequence[str]) -> set[str]:
         return set(jobs)
     chosen: set[str] = set()
     for pattern in only:
-        found = {key for key in jobs if _matches(jobs[key], pattern)}
+        found = {key for key, job in jobs.items() if _matches(job, pattern)}
         if not found:
             raise ConfigError(
                 "no such cell",
@@ -232,8 +230,7 @@ def _run_step(job: Job, root: Path, data: Step, before: Step | None, is_needed: 
         code = PEER_CODE
     params = fingerprint(job.params, *decide)
     key = _digest([params, job.kind, job.peer, data.key, before and before.key])
-    cell = root / "cells" / slug(job.data) / slug(job.cell)
-    folder = cell / f"{job.seed}-{key[:8]}"
+    folder = root / "cells" / slug(job.data) / slug(job.cell) / f"{job.seed}-{key[:8]}"
     links = {"data/cache": root / "shared" / "cache"}
     for name in ("data/dataset", "data/tokens", "data/propensity"):
         links[name] = data.folder / name
@@ -287,16 +284,8 @@ def _placed(params: Params) -> dict[str, Any]:
     return values
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object; None if it cannot be read."""
-    try:
-        return dict(read_json(path))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
 raw_sha256 = cache(folder_sha256)  # read once per process
 
 
 def _digest(values: list[Any]) -> str:
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+    return text_sha256(json.dumps(values))

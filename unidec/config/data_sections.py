@@ -4,11 +4,9 @@ become.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, ClassVar, Literal, NamedTuple, cast
 
-from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from unidec.config.section import (
     Count,
@@ -20,6 +18,7 @@ from unidec.config.section import (
     Section,
     Seed,
     Share,
+    matching,
 )
 
 Severity = Literal["error", "warn", "off"]
@@ -62,9 +61,6 @@ class RawBounds(Section):
     """maximum unpacked size as a multiple of the file's size; 64 MB always allowed"""
 
 
-_LIMIT = re.compile(r"((0(\.\d+)?|1(\.0+)?) )?(error|warn|off)")
-
-
 class Limit(NamedTuple):
     """An allowed share of rows, and what a larger share is."""
 
@@ -72,14 +68,14 @@ class Limit(NamedTuple):
     severity: Severity
 
 
-def _known_limit(value: object) -> object:
-    if isinstance(value, str) and _LIMIT.fullmatch(value):
-        return value
-    text = 'a share and a severity, as in "0.01 error"; or error, warn or off alone'
-    raise PydanticCustomError("limit", "{text}", {"text": text})
-
-
-LimitText = Annotated[str, BeforeValidator(_known_limit)]
+LimitText = Annotated[
+    str,
+    matching(
+        r"((0(\.\d+)?|1(\.0+)?) )?(error|warn|off)",
+        "limit",
+        'a share and a severity, as in "0.01 error"; or error, warn or off alone',
+    ),
+]
 
 
 class Validation(Section):

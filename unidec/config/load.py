@@ -88,21 +88,22 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         ) from error
     except (YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"invalid YAML: {error}", where=where, expected="key: value") from error
-    if not isinstance(value or {}, dict):
+    value = value or {}
+    if not isinstance(value, dict):
         raise ConfigError(
             "top level is not a mapping",
             where=where,
             got=type(value).__name__,
             expected="key: value",
         )
-    return value or {}, lines
+    return value, lines
 
 
 def _read(text: str) -> tuple[Any, dict[KeyPath, int]]:
     """What a YAML text says, and its lines."""
     yaml = YAML(typ="safe", pure=True)
     node = yaml.compose(text)
-    value = {} if node is None else yaml.constructor.construct_document(node)
+    value = node and yaml.constructor.construct_document(node)
     return value, dict(_lines(node, ()))
 
 
@@ -134,11 +135,9 @@ def problem(
     the fix.
     """
     where = f" ({origin[key]})" if key in origin else ""
-    facts = {"got": got, "expected": expected, "nearest": near, "fix": fix}
-    lines = [f"- {key}{where}: {what}"]
-    for name, fact in facts.items():
-        if fact or name == "got":
-            lines.append(f"    {name}: {fact}")
+    facts = {"expected": expected, "nearest": near, "fix": fix}
+    lines = [f"- {key}{where}: {what}", f"    got: {got}"]
+    lines += [f"    {name}: {fact}" for name, fact in facts.items() if fact]
     return "\n".join(lines)
 
 
@@ -186,8 +185,7 @@ def load_params(
     if path is None:
         return build_params(overrides, {}, "")
     raw, lines = read_yaml(Path(path))
-    origin = origins(lines)
-    origin |= dict.fromkeys(overrides, "--set")
+    origin = origins(lines) | dict.fromkeys(overrides, "--set")
     return build_params(by_key_path(raw) | dict(overrides), origin, str(path))
 
 
@@ -208,10 +206,15 @@ def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) 
     if recipe in names:
         values = by_key_path(packaged(f"recipes/{recipe}.yaml")) | dict(values)
     elif isinstance(recipe, str):
-        expected = f"one of {', '.join(names)}"
-        near = nearest(recipe, names)
         problems.append(
-            problem("recipe", "no such recipe", short(recipe), expected, origin, near=near)
+            problem(
+                "recipe",
+                "no such recipe",
+                short(recipe),
+                f"one of {', '.join(names)}",
+                origin,
+                near=nearest(recipe, names),
+            )
         )
     secrets = secrets_of_environment()
     for key, value in values.items():
@@ -314,9 +317,12 @@ def fingerprint(params: Params, *keys: str) -> str:
     """
     values = dict(leaves(params))
     del values["recipe"]
-    chosen = {key: values[key] for key in keys or values}
     text = json.dumps(
-        chosen, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+        {key: values[key] for key in keys or values},
+        sort_keys=True,
+        separators=(",", ":"),
+        ensure_ascii=False,
+        allow_nan=False,
     )
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -326,7 +332,8 @@ def _section(name: str) -> type[Section] | None:
     name.
     """
     field = Params.model_fields.get(name)
-    return type(field.default) if field is not None and isinstance(field.default, Section) else None
+    default = field and field.default
+    return type(default) if isinstance(default, Section) else None
 
 
 def by_key_path(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -354,7 +361,7 @@ def _wrong_values(error: ValidationError, origin: dict[str, str]) -> dict[str, s
     wrong: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         # further parts are added by pydantic (the member of a union)
-        names = [str(part) for part in detail["loc"]]
+        names = list(map(str, detail["loc"]))
         depth = 2 if _section(names[0]) else 1
         wrong.setdefault(".".join(names[:depth]), []).append(detail)
     problems = {}
@@ -372,16 +379,16 @@ def _wrong_values(error: ValidationError, origin: dict[str, str]) -> dict[str, s
 def _no_such_key(key: str, value: Any, origin: dict[str, str]) -> str:
     """Text about an unknown key, with the valid key that was probably meant."""
     got = short(value)
+    known = known_keys()
     first, _, name = key.rpartition(".")
     section = _section(first or name)
     listed = ", ".join((section or Params).model_fields)
     if section is not None and not first:
         return problem(key, "not a section", got, f"keys under it: {listed}", origin)
-    same_name = [known for known in known_keys() if known.rpartition(".")[2] == name]
-    if same_name:
-        near: str | None = same_name[-1]
-    else:
-        near = nearest(key, [*Params.model_fields, *known_keys()])
+    near = nearest(key, [*Params.model_fields, *known])
+    for other in known:
+        if other.rpartition(".")[2] == name:
+            near = other
     return problem(key, "unknown key", got, f"one of {listed}", origin, near=near)
 
 
@@ -399,7 +406,8 @@ def describe() -> Iterator[tuple[str, str, str, str]]:
     schema = Params.model_json_schema()
     for key, default in leaves(Params()):
         section, _, name = key.rpartition(".")
-        group = schema["$defs"][type(getattr(Params(), section)).__name__] if section else schema
+        kind = _section(section)
+        group = schema["$defs"][kind.__name__] if kind else schema
         entry = group["properties"][name]
         yield key, json.dumps(default), _takes(entry), " ".join(entry["description"].split())
 
@@ -408,8 +416,8 @@ def _takes(entry: dict[str, Any]) -> str:
     """The valid values of a JSON schema, as text."""
     if "anyOf" in entry:
         return " or ".join(_takes(option) for option in entry["anyOf"])
-    if "enum" in entry or "const" in entry:
-        return ", ".join(str(value) for value in entry.get("enum", [entry.get("const")]))
+    if values := entry.get("enum", [entry["const"]] if "const" in entry else []):
+        return ", ".join(map(str, values))
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     words = [entry.get("type", "value")]
     for name, sign in signs.items():

@@ -207,11 +207,11 @@ def keys_deciding(*results: Result, warm: bool = False) -> list[str]:
         warm: include those of section `warm`, which apply only if training starts from an earlier
         model.
     """
-    found = []
-    for path, decided in what_decides().items():
-        if not set(decided).isdisjoint(results) and (warm or not path.startswith("warm.")):
-            found.append(path)
-    return found
+    return [
+        path
+        for path, decided in what_decides().items()
+        if not set(decided).isdisjoint(results) and (warm or not path.startswith("warm."))
+    ]
 
 
 def leaves(params: Section) -> Iterator[tuple[str, Any]]:

@@ -4,11 +4,13 @@ decide, and in a docstring below each its description; and conflicts of values."
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from importlib import resources
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -42,6 +44,19 @@ def packaged(file: str) -> Any:
 
     text = (resources.files("unidec") / file).read_bytes()
     return yaml.load(text, yaml.CSafeLoader)
+
+
+def matching(form: str, kind: str, text: str) -> BeforeValidator:
+    """Refuses a value that is no text of this form (a regular expression), with a `text` about
+    valid ones; `kind`: of pydantic's error.
+    """
+
+    def known(value: object) -> object:
+        if isinstance(value, str) and re.fullmatch(form, value):
+            return value
+        raise PydanticCustomError(kind, "{text}", {"text": text})
+
+    return BeforeValidator(known)
 
 
 class Decides:

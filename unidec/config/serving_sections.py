@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
@@ -19,6 +18,7 @@ from unidec.config.section import (
     Positive,
     Result,
     Section,
+    matching,
 )
 from unidec.errors import ConfigError
 from unidec.metric_names import metric_names
@@ -113,17 +113,12 @@ class Bound(NamedTuple):
 def _in_unit(unit: str) -> BeforeValidator:
     """Refuses a bound in another form than "2x", "30 <unit>", "2x, 30 <unit>" or "off"."""
     number = r"\d+(\.\d+)?"
-    own = f"{number} {unit}"
-    form = re.compile(f"off|{number}x|({number}x, )?{own}")
-
-    def known(value: object) -> object:
-        if isinstance(value, str) and form.fullmatch(value):
-            return value
-        text = f'a multiple of the champion\'s, as in "2x", a limit, as in "30 {unit}", or both: '
-        text += f'"2x, 30 {unit}"; or off'
-        raise PydanticCustomError("bound", "{text}", {"text": text})
-
-    return BeforeValidator(known)
+    return matching(
+        rf"off|{number}x|({number}x, )?{number} {unit}",
+        "bound",
+        f'a multiple of the champion\'s, as in "2x", a limit, as in "30 {unit}", or both: '
+        f'"2x, 30 {unit}"; or off',
+    )
 
 
 LoadBound = Annotated[str, _in_unit("s")]

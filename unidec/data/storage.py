@@ -337,6 +337,15 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     return json.loads(Path(path).read_bytes())
 
 
+def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The JSON object in a file; {} if there is none, or it cannot be read."""
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read a file with one JSON object per line; [] if there is no such file.
 
@@ -388,10 +397,15 @@ def file_sha256(path: str | os.PathLike[str]) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def text_sha256(text: str) -> str:
+    """sha256 of a text, in hex."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def files_sha256(hashes: Mapping[str, str]) -> str:
     """One sha256 for files given as {relative path: sha256}, independent of their order."""
     lines = [f"{name}\0{hashes[name]}\n" for name in sorted(hashes)]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    return text_sha256("".join(lines))
 
 
 def manifest_sha256(manifest: Mapping[str, Any]) -> str:

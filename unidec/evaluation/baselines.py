@@ -81,6 +81,7 @@ def measure_baselines(dataset: XMCDataset, text: Text, inverse_L: Any, group_L: 
     scores_a_query = max(len(rows) + dataset.num_labels, 1)
     affordable = max(MIN_TEST, MAX_SCORES // scores_a_query)
     places = spaced(np.arange(len(test)), min(MAX_TEST, affordable))
+    asked = test[places]
     try:
         if not len(train) or not len(test):
             raise DataError("a split without queries", expected="training and test queries")
@@ -88,23 +89,20 @@ def measure_baselines(dataset: XMCDataset, text: Text, inverse_L: Any, group_L: 
         vectorizer, train_MF = fit_words(texts, str(dataset.path))
     except DataError as error:
         return Baselines({}, {}, places, f"No TF-IDF baselines: {error.what}.")
-    filters = dataset.filter_pairs[test[places]]
+    filters = dataset.filter_pairs[asked]
     label_texts = itertools.chain.from_iterable(dataset.text_batches("labels", text))
     ranked = rank(
         train_MF=train_MF,
         relevance_ML=truth_of(dataset, rows).astype(np.float32),
         label_LF=vectorizer.transform(label_texts),
-        query_nF=vectorizer.transform(dataset.query_texts(test[places], text)),
+        query_nF=vectorizer.transform(dataset.query_texts(asked, text)),
         methods=list(BASELINES),
         width=width_of(filters),
         desc="TF-IDF baselines",
     )
-    truth = filtered_truth(dataset.relevance[test[places]], filters)
-    labels = {}
-    metrics = {}
-    for name, found in ranked.items():
-        labels[name] = remove_filtered(found, filters, K)
-        metrics[name] = evaluate(labels[name], truth, inverse_L, group_L)
+    truth = filtered_truth(dataset.relevance[asked], filters)
+    labels = {name: remove_filtered(found, filters, K) for name, found in ranked.items()}
+    metrics = {name: evaluate(left, truth, inverse_L, group_L) for name, left in labels.items()}
     about = (
         f"TF-IDF baselines: made from {len(rows):,} of {len(train):,} queries of the train and "
         f"validation splits, measured on {len(places):,} of {len(test):,} test queries."
@@ -137,9 +135,10 @@ def compare_with_baselines(
     names = [name for name in shown("compared") if not _is_trivial(name, num_labels)]
     rankings = {MODEL: model_NK[baselines.places], **baselines.labels}
     truth = csr_matrix(truth[baselines.places])
-    runs = {}
-    for system, labels in rankings.items():
-        runs[system] = [by_query(labels, truth, names, inverse_L, group_L)]
+    runs = {
+        system: [by_query(labels, truth, names, inverse_L, group_L)]
+        for system, labels in rankings.items()
+    }
     (of_model,) = runs[MODEL]
     names = [name for name in names if of_model[name][1].any()]
     best = best_systems(runs, list(baselines.labels), names)
@@ -207,7 +206,7 @@ def fit_words(texts: Iterable[str], where: str) -> tuple[Any, csr_matrix]:
         raise DataError(
             "no text has a word to count",
             where=where,
-            got=str(error)[:200],
+            got=error,
             expected="a word of two or more characters in at least one text",
         ) from error
 

@@ -152,10 +152,10 @@ def render_comparison(comparison: ComparisonInput) -> str:
     tasks = {task.name: task for task in comparison.tasks}
     for cell in comparison.cells:
         tasks.setdefault(cell.task, Task(cell.task))
-    shown_tasks = []
-    for name, task in tasks.items():
-        cells = [cell for cell in comparison.cells if cell.task == name]
-        shown_tasks.append({"task": task, **_of_task(cells)})
+    shown_tasks = [
+        {"task": task, **_of_task([cell for cell in comparison.cells if cell.task == name])}
+        for name, task in tasks.items()
+    ]
     contrasts = {
         (name, test.system, test.against, test.metric): test
         for name, tests in comparison.contrasts.items()
@@ -189,11 +189,15 @@ def _of_task(cells: Sequence[Cell]) -> dict[str, Any]:
             name = f"{group}/{metric}"
             if _has_values(cells, name):  # 0: no query
                 groups[name] = f"{metric} {group}"
-    points = []
-    for cell in cells:
-        x = cell.summary("P@1").mean
-        y = cell.summary("PSP@5").mean
-        points.append((cell.name, x, y, cell.kind == "peer"))
+    points = [
+        (
+            cell.name,
+            cell.summary("P@1").mean,
+            cell.summary("PSP@5").mean,
+            cell.kind == "peer",
+        )
+        for cell in cells
+    ]
     trade = point_chart("P@1 against PSP@5, test split", "P@1, percent", "PSP@5, percent", points)
     in_groups = [f"{group}/{metric}" for metric in shown("drawn-group") for group in GROUPS]
     drawn = shown("part")
@@ -225,19 +229,30 @@ def _ranges(cells: Sequence[Cell], metric: str) -> Chart | None:
     rows = []
     for cell in ranked(cells, metric):
         of_seeds = cell.summary(metric)
-        colour = PEER if cell.kind == "peer" else 0
-        values = cell.values(metric)
-        rows.append(Range(cell.name, of_seeds.mean, of_seeds.spread, values, colour))
+        rows.append(
+            Range(
+                cell.name,
+                of_seeds.mean,
+                of_seeds.spread,
+                cell.values(metric),
+                PEER if cell.kind == "peer" else 0,
+            )
+        )
     return range_chart(f"{metric}, test split", rows, "percent; grey: peers")
 
 
 def _curves(cells: Sequence[Cell], metric: str) -> Chart | None:
     """A chart of a validation metric against time, the best systems in colour."""
-    lines = [_curve(cell, metric) for cell in cells]
-    lines[CURVES:] = [replace(line, muted=True) for line in lines[CURVES:]]
-    caption = f"{metric}, validation split"
-    x_label = "processor minutes of training and refreshes"
-    return line_chart(caption, lines, x_label, "percent", x_from_zero=True)
+    lines = [
+        replace(_curve(cell, metric), muted=place >= CURVES) for place, cell in enumerate(cells)
+    ]
+    return line_chart(
+        f"{metric}, validation split",
+        lines,
+        "processor minutes of training and refreshes",
+        "percent",
+        x_from_zero=True,
+    )
 
 
 def _curve(cell: Cell, metric: str) -> Line:
@@ -283,9 +298,11 @@ def difference_to(cell: Cell, base: Cell, metric: str) -> Summary:
     theirs = _by_seed(base, metric)
     if ours and ours.keys() == theirs.keys():
         return summary([ours[seed] - theirs[seed] for seed in sorted(ours)])
-    count = min(len(ours), len(theirs))
-    difference = cell.summary(metric).mean - base.summary(metric).mean
-    return Summary(difference, math.nan, count)
+    return Summary(
+        cell.summary(metric).mean - base.summary(metric).mean,
+        math.nan,
+        min(len(ours), len(theirs)),
+    )
 
 
 def _by_seed(cell: Cell, metric: str) -> dict[int, float]:

@@ -151,11 +151,10 @@ class Check:
 
     def to_json(self) -> dict[str, object]:
         """The check for JSON: "check" is the key, "value" the new figure."""
-        renamed = ("key", "new")
-        facts = {name: fact for name, fact in asdict(self).items() if name not in renamed}
+        facts = asdict(self)
+        renamed = {"check": facts.pop("key"), "value": facts.pop("new")}
         return facts | {
-            "check": self.key,
-            "value": self.new,
+            **renamed,
             "warn": list(self.warn),
             "stop": list(self.stop),
             "state": self.state,
@@ -257,30 +256,38 @@ def _label_checks(
     for metric in shown("judged"):
         if metric in before and metric in new["metrics"]:
             value, error = new["metrics"][metric]
-            key = metric.replace("@", "_at_")
-            noise = Z * error
             checks.append(
-                _check(key, metric, "metric", value, levels, old=before[metric], noise=noise)
+                _check(
+                    metric.replace("@", "_at_"),
+                    metric,
+                    "metric",
+                    value,
+                    levels,
+                    old=before[metric],
+                    noise=Z * error,
+                )
             )
     missing = new["unknown_labels"]
     name = "labels of the window that the model does not know"
     noise = _noise(0.25, missing["of"])
-    checks.append(_check("unknown_labels", name, "share", missing["share"], levels, noise=noise))
-    return checks
+    return [
+        *checks,
+        _check("unknown_labels", name, "share", missing["share"], levels, noise=noise),
+    ]
 
 
 def _data_set_checks(old: Mapping[str, Any], new: Mapping[str, Any], levels: Levels) -> list[Check]:
     """Checks of counts, means and shares of a whole data set."""
-    checks = []
-    for key, (name, unit, path) in _FIGURES.items():
-        before = _at(old, path)
-        checks.append(_check(key, name, unit, _at(new, path), levels, old=before))
+    checks = [
+        _check(key, name, unit, _at(new, path), levels, old=_at(old, path))
+        for key, (name, unit, path) in _FIGURES.items()
+    ]
     for which, share in new.get("label_changes", {}).items():
         name = {"left": "labels that are gone", "new": "labels that are new"}[which]
         checks.append(_check(f"labels_{which}", name, "share", share, levels))
     checks += _shares(_SHARES, old["shares"], new["shares"], levels)
-    cut = {"cut": "texts that are cut"}
-    return checks + _shares(cut, old["queries"], new["queries"], levels)
+    cut = (old["queries"]["cut"], new["queries"]["cut"])
+    return [*checks, _share("cut", "texts that are cut", *cut, levels)]
 
 
 def _at(profile: Any, path: Sequence[str]) -> Any:
@@ -348,10 +355,7 @@ def _shares(
     names: Mapping[str, str], old: Mapping[str, Any], new: Mapping[str, Any], levels: Levels
 ) -> list[Check]:
     """Checks of several shares of defects."""
-    checks = []
-    for key, name in names.items():
-        checks.append(_share(key, name, old[key], new[key], levels))
-    return checks
+    return [_share(key, name, old[key], new[key], levels) for key, name in names.items()]
 
 
 def _share(
@@ -359,8 +363,9 @@ def _share(
 ) -> Check:
     """A share of defects, which may grow by a share of its old value."""
     before = old["share"]
-    likely = (before * old["of"] + 1) / (old["of"] + 2)
-    noise = _noise(likely * (1 - likely), old["of"], new["of"])
+    of = old["of"]
+    likely = (before * of + 1) / (of + 2)
+    noise = _noise(likely * (1 - likely), of, new["of"])
     step = max(before, SHARE_FLOOR)
     return _check(key, name, "share", new["share"], levels, old=before, step=step, noise=noise)
 
@@ -378,10 +383,10 @@ def _distance(
     noise = 0.0
     if all(sizes):
         share_B = np.asarray(old_B, dtype=np.float64) / sum(old_B)
-        samples = []
-        for seed, size in enumerate(sizes):
-            generator = np.random.default_rng(seed)
-            samples.append(generator.multinomial(size, share_B, DRAWS))
+        samples = [
+            np.random.default_rng(seed).multinomial(size, share_B, DRAWS)
+            for seed, size in enumerate(sizes)
+        ]
         noise = float(np.quantile(js_distance(*samples), QUANTILE))
     distance = float(js_distance(old_B, new_B))
     return _check(key, name, "distance", distance, levels, noise=noise)

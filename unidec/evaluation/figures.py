@@ -84,6 +84,11 @@ class Range:
         """The ends of the interval."""
         return self.mean - self.spread, self.mean + self.spread
 
+    @property
+    def figure(self) -> str:
+        """The mean as displayed."""
+        return f"{self.mean:.2f}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
@@ -146,7 +151,7 @@ def line_chart(
             style: dict[str, Any] = {"color": _colour(i)}
             if line.muted:
                 style = {"color": MUTED, "alpha": 0.35, "linewidth": 0.8, "markersize": 2}
-                style["zorder"] = 1
+                style |= {"zorder": 1}
             if line.dots:
                 style |= {"marker": "o", "clip_on": False}
             axes.plot(_thinned(line.x), _thinned(line.y), **style)
@@ -235,38 +240,36 @@ def bar_chart(
     if not groups or not bars:
         return None
     columns = np.nan_to_num(np.maximum([values for _, values in bars], 0.0))
+    num_groups = len(groups)
 
     def draw(axes: Any) -> None:
-        width = 0.72 if len(groups) < 20 else 0.86
-        place = np.arange(len(groups), dtype=np.float64)
+        width = 0.72 if num_groups < 20 else 0.86
+        place = np.arange(num_groups, dtype=np.float64)
         if not stacked:
             width /= len(bars)
             place -= width * (len(bars) - 1) / 2
-        base = np.zeros(len(groups))
+        base = np.zeros(num_groups)
         for i, column in enumerate(columns):
             drawn = axes.bar(place, column, width, base, color=_colour(i))
             if stacked:
                 base = base + column
                 continue
             place = place + width
-            if width / len(groups) > 0.055:
+            if width / num_groups > 0.055:
                 axes.bar_label(drawn, fmt="{:.1f}", fontsize=7.5, color=TEXT, padding=1)
-        every = max(1, math.ceil(len(groups) / 12))
-        names = map(_clean, groups[::every])
-        axes.set_xticks(range(0, len(groups), every), names)
-        axes.set_xlim(-0.5, len(groups) - 0.5)
+        every = math.ceil(num_groups / 12)
+        axes.set_xticks(range(0, num_groups, every), map(_clean, groups[::every]))
+        axes.set_xlim(-0.5, num_groups - 0.5)
 
     names = [name for name, _ in bars]
-    rows = []
-    for group, values in zip(groups, columns.T.tolist(), strict=True):
-        rows.append([group, *map(_short, values)])
+    cells = zip(groups, columns.T.tolist(), strict=True)
     return Chart(
         caption=caption,
         x_label=x_label,
         y_label=y_label,
         legend=names,
         draw=draw,
-        table=Table([x_label, *names], rows),
+        table=Table([x_label, *names], [[group, *map(_short, values)] for group, values in cells]),
     )
 
 
@@ -284,8 +287,7 @@ def range_chart(caption: str, rows: Sequence[Range], x_label: str) -> Chart | No
             places = [y] * len(row.values)
             axes.plot(row.values, places, "o", color=COLOURS[1], markersize=3.5)
             axes.plot(row.mean, y, "o", color=colour, markersize=6.5)
-            figure = f"{row.mean:.2f}"
-            axes.text(1.02, y, figure, va="center", fontsize=8, color=TEXT, transform=beside)
+            axes.text(1.02, y, row.figure, va="center", fontsize=8, color=TEXT, transform=beside)
         names = [_abridged(row.name) for row in rows]
         axes.set_yticks(range(len(rows)), names, color=TEXT)
         axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -294,11 +296,11 @@ def range_chart(caption: str, rows: Sequence[Range], x_label: str) -> Chart | No
 
     texts = []
     for row in rows:
-        text = f"{row.mean:.2f}"
+        text = row.figure
         if math.isfinite(row.spread):
             text += ", {:.2f} to {:.2f}".format(*row.ends)
         texts.append([row.name, text])
-    means = [f"{row.name} {row.mean:.2f}" for row in rows]
+    means = [f"{row.name} {row.figure}" for row in rows]
     return Chart(
         caption=caption,
         x_label=x_label,
@@ -347,16 +349,13 @@ def _thinned(values: Sequence[float], most: int = MAX_POINTS) -> list[float]:
     thinned = []
     for part in np.array_split(np.asarray(values, dtype=np.float64), most):
         finite = part[np.isfinite(part)]
-        mean = finite.mean() if len(finite) else math.nan
-        thinned.append(float(mean))
+        thinned.append(float(finite.mean()) if len(finite) else math.nan)
     return thinned
 
 
 def _abridged(name: str) -> str:
     name = _clean(name)
-    if len(name) <= LONGEST_NAME:
-        return name
-    return f"{name[: LONGEST_NAME - 1]}…"
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
 
 def _clean(text: str) -> str:

@@ -38,7 +38,7 @@ The truth must be filtered: `remove_filtered` removes filtered pairs from predic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,13 +58,9 @@ QueryParts = dict[str, tuple[Floats, Floats]]
 """Metric -> each query's contributions (above [N], below [N]), see the module docstring."""
 
 
-def _shape(matrix: csr_matrix) -> tuple[int, int]:
-    return cast("tuple[int, int]", matrix.shape)  # scipy's annotation allows None
-
-
 def pair_keys(matrix: csr_matrix, positive_only: bool = False) -> Ints:
     """Stored pairs of a CSR matrix as sorted, unique int64 keys `row * columns + column`."""
-    num_rows, num_labels = _shape(matrix)
+    num_rows, num_labels = matrix.shape
     stored_N = np.diff(matrix.indptr)
     row_E = np.repeat(np.arange(num_rows, dtype=np.int64), stored_N)
     key_E = row_E * num_labels + matrix.indices
@@ -87,14 +83,18 @@ def _check_predictions(predicted: Any, truth: csr_matrix, num_labels: int) -> In
     """Predictions as int64 [B, K]; a DataError names the first invalid row."""
     label_BK = np.asarray(predicted)
     if label_BK.ndim != 2 or (label_BK.size and label_BK.dtype.kind not in "iu"):
-        got = f"shape {label_BK.shape}, dtype {label_BK.dtype}"
-        expected = "[queries, k] integers, -1 = none"
-        raise DataError("predictions must be a matrix of label ids", got=got, expected=expected)
+        raise DataError(
+            "predictions must be a matrix of label ids",
+            got=f"shape {label_BK.shape}, dtype {label_BK.dtype}",
+            expected="[queries, k] integers, -1 = none",
+        )
     label_BK = label_BK.astype(np.int64, copy=False)
     if truth.shape != (len(label_BK), num_labels):
-        got = f"{len(label_BK)} rows of predictions, relevance {truth.shape}"
-        expected = f"{num_labels} labels"
-        raise DataError("predictions and relevance do not fit together", got=got, expected=expected)
+        raise DataError(
+            "predictions and relevance do not fit together",
+            got=f"{len(label_BK)} rows of predictions, relevance {truth.shape}",
+            expected=f"{num_labels} labels",
+        )
     outside_BK = (label_BK < -1) | (label_BK >= num_labels)
     _refuse(label_BK, outside_BK, "a predicted label does not exist", num_labels)
     sorted_BK = np.sort(label_BK, axis=1)
@@ -250,7 +250,7 @@ def evaluate(
     weight_L = np.asarray(inverse_propensity_L, dtype=np.float64)
     group_L = np.asarray(group_L)
     predicted_NK = np.asarray(predicted_NK)
-    if len(predicted_NK) != _shape(relevance)[0]:
+    if len(predicted_NK) != relevance.shape[0]:
         _check_predictions(predicted_NK, relevance, len(weight_L))
     names = [name for name in metric_names() if parse(name).kind != "coverage"]
     sums = {name: np.zeros(2) for name in names}
@@ -291,7 +291,7 @@ def remove_filtered(predicted_NK: Any, filter_pairs: csr_matrix, k: int) -> Ints
     Raises:
         DataError: shapes do not match, or a label is out of range or predicted twice for one query.
     """
-    num_labels = _shape(filter_pairs)[1]
+    num_labels = filter_pairs.shape[1]
     label_NK = _check_predictions(predicted_NK, filter_pairs, num_labels)
     is_filtered_NK = _lookup(label_NK, pair_keys(filter_pairs), num_labels)
     return moved_up(np.where(is_filtered_NK, -1, label_NK), k)
@@ -319,11 +319,11 @@ def filtered_truth(relevance: csr_matrix, filter_pairs: csr_matrix) -> csr_matri
     Raises:
         DataError: the shapes differ.
     """
-    shape = _shape(relevance)
-    if shape != _shape(filter_pairs):
+    shape = relevance.shape
+    if shape != filter_pairs.shape:
         raise DataError(
             "relevance and filter pairs differ in shape",
-            got=f"{relevance.shape} and {filter_pairs.shape}",
+            got=f"{shape} and {filter_pairs.shape}",
             expected="[queries, labels] of both",
         )
     relevant_E = pair_keys(relevance, positive_only=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from unidec.data.storage import write_bytes_atomic
 from unidec.metric_names import shown
+from unidec.text_page import environment
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -62,15 +63,10 @@ class Table:
         """A table with a row for each name of `rows`, and the `columns` (keys, or key -> heading)
         that have any value.
         """
-        given = set()
-        for values in rows.values():
-            given |= {key for key, value in values.items() if value is not None}
-        used = [key for key in columns if key in given]
-        heads = (
-            columns if isinstance(columns, Mapping) else dict(zip(columns, columns, strict=True))
-        )
+        used = [key for key in columns if any(row.get(key) is not None for row in rows.values())]
+        named = columns if isinstance(columns, Mapping) else {}
         cells = [[name, *map(row.get, used)] for name, row in rows.items()]
-        return cls([head, *(heads[key] for key in used)], cells if used else [], **more)
+        return cls([head, *(named.get(key, key) for key in used)], cells if used else [], **more)
 
     def __bool__(self) -> bool:
         return bool(self.rows)
@@ -92,9 +88,8 @@ class Table:
 def _cell(value: Any) -> Shown:
     if isinstance(value, Shown):
         return value
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return Shown(number(value), float(value))
-    return Shown(number(value))
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return Shown(number(value), float(value) if is_number else math.nan)
 
 
 def render(template: str, **context: Any) -> str:
@@ -109,19 +104,11 @@ def write_page(path: str | os.PathLike[str], html: str) -> None:
 
 @functools.cache
 def _environment() -> Any:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.do"],
-    )
-    environment.globals |= {"Shown": Shown, "Table": Table, "metrics_shown": shown}
-    environment.filters |= {"number": number, "exact": functools.partial(number, exact=True)}
-    return environment
+    folder = Path(__file__).parent / "templates"
+    pages = environment(folder, autoescape=True, extensions=["jinja2.ext.do"])
+    pages.globals |= {"Shown": Shown, "Table": Table, "metrics_shown": shown}
+    pages.filters |= {"number": number, "exact": functools.partial(number, exact=True)}
+    return pages
 
 
 def number(value: Any, *, exact: bool = False) -> str:

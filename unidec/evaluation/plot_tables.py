@@ -52,11 +52,11 @@ def plots_csv(
     validation = validation_records(rounds)
     places = ("epoch", "round", "seconds", "minutes")
     names = {name for row in validation for name in row if "/" not in name}
-    at_k: list[dict[str, Any]] = []
-    for k in DEFAULT_KS:
-        if f"P@{k}" in metrics:
-            kinds = _AT_K.items()
-            at_k.append({"k": k} | {column: metrics.get(f"{kind}@{k}") for column, kind in kinds})
+    at_k = [
+        {"k": k, **{column: metrics.get(f"{kind}@{k}") for column, kind in _AT_K.items()}}
+        for k in DEFAULT_KS
+        if f"P@{k}" in metrics
+    ]
     groups = [{"group": group, **own} for group, own in by_group(metrics).items()]
     of_groups = dict.fromkeys(itertools.chain(["group"], *groups))
     folder = Path(out_dir)
@@ -100,8 +100,12 @@ def validation_records(rounds: Records) -> list[dict[str, Any]]:
         seconds += line.get("train_seconds", 0.0)
         seconds += line.get("refresh", {}).get("refresh_seconds", 0.0)
         if "validation" in line:
-            record = {"epoch": line.get("epoch"), "round": line.get("round")}
-            record |= {"seconds": seconds, "minutes": seconds / 60}
+            record = {
+                "epoch": line.get("epoch"),
+                "round": line.get("round"),
+                "seconds": seconds,
+                "minutes": seconds / 60,
+            }
             records.append(record | line["validation"])
     return records
 
@@ -116,10 +120,12 @@ def round_parts(rounds: Records) -> dict[str, list[float]]:
     parts = [key for key in dict.fromkeys(keys) if key not in ("work_seconds", "refresh_seconds")]
     if not parts and "refresh_seconds" in keys:
         parts = ["refresh_seconds"]
-    found = {}
-    for key in parts:
-        name = key.removesuffix("_seconds").replace("_", " ")
-        found[name] = [refresh.get(key, 0.0) for refresh in refreshes]
+    found = {
+        key.removesuffix("_seconds").replace("_", " "): [
+            refresh.get(key, 0.0) for refresh in refreshes
+        ]
+        for key in parts
+    }
     for name in ("train", "validation"):
         key = f"{name}_seconds"
         if any(key in line for line in rounds):

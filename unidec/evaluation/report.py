@@ -90,8 +90,6 @@ def render(report: ReportInput) -> str:
     compared = {**systems, **report.baselines}
     kinds = ["" if name in systems else "reference" for name in compared]
     group_charts, groups = _groups(systems)
-    by_width = _lines(report.widths, "width", shown("traded"), dots=True)
-    traded = _lines(report.fusion.get("by_tail", ()), "tail", shown("traded"), dots=True)
     return page.render(
         "report",
         report=report,
@@ -108,14 +106,14 @@ def render(report: ReportInput) -> str:
         **_calibration(report.calibration),
         width_chart=line_chart(
             "Both heads by their width",
-            by_width,
+            _lines(report.widths, "width", shown("traded"), dots=True),
             "first dimensions of each head",
             "percent, validation split",
             x_from_zero=True,
         ),
         tail_chart=line_chart(
             "Frequent against rare labels",
-            traded,
+            _lines(report.fusion.get("by_tail", ()), "tail", shown("traded"), dots=True),
             "weight of the log inverse propensity",
             "percent, validation split",
         ),
@@ -143,10 +141,10 @@ def _groups(systems: Mapping[str, Mapping[str, float]]) -> tuple[list[Chart | No
     complete = [name for name in systems if all((name, group) in rows for group in groups)]
     charts = []
     for metric in shown("drawn-group"):
-        heights = {
-            name: [rows[name, group].get(metric, math.nan) for group in groups] for name in complete
-        }
-        bars = list(heights.items())
+        bars = [
+            (name, [rows[name, group].get(metric, math.nan) for group in groups])
+            for name in complete
+        ]
         charts.append(bar_chart(f"{metric} within each group", heads, bars, "percent"))
     named = {f"{name}, {group}": row for (name, group), row in rows.items()}
     return charts, Table.of("system, group", named, columns)
@@ -160,9 +158,9 @@ def _within(group: Mapping[str, float], num_queries: float | None) -> dict[str, 
     if "num_queries" not in group:
         return row
     row["num_queries"] = int(group["num_queries"])
-    for name in group:
+    for name, value in group.items():
         if parse(name).kind == "P" and num_queries is not None:
-            row[f"within/{name}"] = group[name] * num_queries / group["num_queries"]
+            row[f"within/{name}"] = value * num_queries / group["num_queries"]
     return row
 
 
@@ -204,24 +202,21 @@ def calibration_bins(
     probability_n = probability_n[is_finite_n]
     correct_n = np.asarray(correct).astype(bool)[is_finite_n]
     order = np.argsort(probability_n, kind="stable")
-    bins = []
-    for part in np.array_split(order, num_bins):
-        if len(part):
-            mean = float(probability_n[part].mean())
-            precision = float(correct_n[part].mean())
-            bins.append((mean, precision, len(part)))
-    return bins
+    return [
+        (float(probability_n[part].mean()), float(correct_n[part].mean()), len(part))
+        for part in np.array_split(order, num_bins)
+        if len(part)
+    ]
 
 
 def _curves(history: Records, rounds: Records) -> list[Chart | None]:
     """Charts of validation metrics by time, and of loss, learning rates, gradient norm and pool by
     step.
     """
-    curves = of_all_labels()
     charts = [
         line_chart(
             "Validation split, percent",
-            _lines(validation_records(rounds), "minutes", curves, dots=True),
+            _lines(validation_records(rounds), "minutes", of_all_labels(), dots=True),
             "minutes of training and refreshes",
             "percent",
             x_from_zero=True,
@@ -261,12 +256,10 @@ def _cost_chart(rounds: Records) -> Chart | None:
 
 def _cost_totals(rounds: Records) -> dict[str, float]:
     """Seconds of the parts of all rounds, and their largest memory."""
-    totals = {}
-    for name, column in round_parts(rounds).items():
-        totals[f"{name}, seconds"] = round(sum(column), 2)
-    measured = [line for line in rounds if "memory" in line]
+    parts = round_parts(rounds)
+    totals = {f"{name}, seconds": round(sum(column), 2) for name, column in parts.items()}
+    measured = [line.get("memory", {}) for line in rounds]
     for key, name in MEMORY.items():
-        used = [line["memory"][key] for line in measured if key in line["memory"]]
-        if used:
+        if used := [memory[key] for memory in measured if key in memory]:
             totals[name] = round(max(used), 2)
     return totals

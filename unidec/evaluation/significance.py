@@ -177,9 +177,7 @@ def holm(p_values: Any) -> Floats:
 
 def _ratio(above: Any, below: Any) -> Any:
     """above / below in percent; 0 where below is 0."""
-    ratio = np.zeros(np.shape(above))
-    np.divide(above, below, out=ratio, where=np.asarray(below) > 0)
-    return 100.0 * ratio
+    return 100.0 * np.divide(above, below, out=np.zeros_like(above), where=below > 0)
 
 
 def _means(runs: Runs, metrics: Sequence[str]) -> dict[tuple[str, str], Floats]:

@@ -90,15 +90,16 @@ def exit_code(findings: Collection[Finding]) -> int:
     return max(left, default=0)
 
 
-def rows_of(findings: Collection[Finding]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the printed table."""
+def rows_of(findings: Collection[Finding]) -> list[dict[str, str]]:
+    """Rows of the printed table, by column."""
     rows = []
     for one in findings:
         advice = f"{one.fix} (--fix applies this)" if one.fixable else one.fix
         if one.done:
             advice = f"done: {one.done}"
-        rows.append([one.severity, one.what, one.where, advice])
-    return ["severity", "what", "where", "fix"], rows
+        row = {"severity": one.severity, "what": one.what, "where": one.where, "fix": advice}
+        rows.append(row)
+    return rows
 
 
 def _half_written() -> Iterator[Defect]:

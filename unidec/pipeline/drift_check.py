@@ -7,7 +7,6 @@ Legend: n queries, D' width of the searched space.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from unidec.data.profile import (
     share,
     spaced,
 )
-from unidec.data.storage import MANIFEST, file_sha256, swap_folder
+from unidec.data.storage import MANIFEST, file_sha256, swap_folder, text_sha256
 from unidec.errors import ArtifactError, DataError
 from unidec.evaluation.drift import Check, compare, not_judged, served_facts
 from unidec.evaluation.metrics import by_query
@@ -156,18 +155,19 @@ def _accepted(
     if champion is None:
         return None, f"{model} has no champion yet: nothing to compare with", None
     version = str(champion.version)
-    accepted = {"model": model, "version": version, "dataset_sha256": dataset.sha256}
+    sha256 = dataset.sha256
+    accepted = {"model": model, "version": version, "dataset_sha256": sha256}
     same = "the champion was trained on this very data"
     tags = champion.tags
     # after a label refresh, the tag names the data of the labels, not that of the training
-    if tags.get("dataset.sha256") == dataset.sha256 and tags.get("start.kind") != "refresh":
+    if tags.get("dataset.sha256") == sha256 and tags.get("start.kind") != "refresh":
         return accepted, same, None  # without fetching the bundle
     bundle = fetch_bundle(f"models:/{model}/{version}")
     accepted["dataset_sha256"] = str(read_info(bundle).dataset.get("sha256"))
     profile = read_profile(bundle)
     if profile is None:
         return accepted, f"version {version} of {model} has no profile of this version", None
-    if profile["sha256"] == dataset.sha256:
+    if profile["sha256"] == sha256:
         return accepted, same, None
     return accepted, "", bundle
 
@@ -176,8 +176,10 @@ def _label_changes(bundle: Path, dataset: XMCDataset) -> dict[str, float]:
     """Shares of the champion's labels that are gone, and of the data set's that are new."""
     before = set(read_labels(bundle, read_info(bundle).num_labels)["uid"].to_pylist())
     now = set(dataset.label_uids())
-    left = len(before - now) / max(len(before), 1)
-    return {"left": left, "new": len(now - before) / max(len(now), 1)}
+    return {
+        "left": len(before - now) / max(len(before), 1),
+        "new": len(now - before) / max(len(now), 1),
+    }
 
 
 def drift(
@@ -258,8 +260,7 @@ def monitor(
     metrics = None
     new["count"] = total
     if old["served"] is not None:
-        vectors, scores = _answers(loaded, window.texts)
-        new["served"] = served_facts(vectors, scores, old["served"]["score_edges"])
+        new["served"] = served_facts(*_answers(loaded, window.texts), old["served"]["score_edges"])
     if window.labels is not None:
         new["metrics"], new["unknown_labels"], new["labelled"] = _quality(loaded, window)
         metrics = {name: value for name, (value, _) in new["metrics"].items()}
@@ -282,10 +283,14 @@ def monitor(
         },
     )
     stem = Path(queries_path).name.partition(".")[0]
-    name = f"{stem}-{_digest(file_sha256(queries_path), loaded.sha256)}"
-    written = _written(found, paths.MONITOR / name)
-    run_url = _track(params, found, paths.MONITOR / name, model)
-    return WindowDrift(**written, queries=total, metrics=metrics, model=model, run_url=run_url)
+    out = paths.MONITOR / f"{stem}-{_digest(file_sha256(queries_path), loaded.sha256)}"
+    return WindowDrift(
+        **_written(found, out),
+        queries=total,
+        metrics=metrics,
+        model=model,
+        run_url=_track(params, found, out, model),
+    )
 
 
 def _written(found: Comparison, out: Path) -> dict[str, Any]:
@@ -322,13 +327,10 @@ def _answers(bundle: Bundle, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarr
     """The texts' vectors in the searched space, float32 [n, D'], and the scores of their best
     labels, float32 [n].
     """
-    vectors = []
-    scores = []
-    for some in blocks(len(texts), BATCH):
-        encoded = bundle.encode(texts[some])
-        vectors.append(bundle.ranker.queries(encoded))
-        scores.append(bundle.ranker.rank(encoded, 1).scores[:, 0])
-    return np.concatenate(vectors), np.concatenate(scores)
+    ranker = bundle.ranker
+    encoded = [bundle.encode(texts[some]) for some in blocks(len(texts), BATCH)]
+    vectors = np.concatenate(list(map(ranker.queries, encoded)))
+    return vectors, np.concatenate([ranker.rank(part, 1).scores[:, 0] for part in encoded])
 
 
 def _quality(
@@ -353,15 +355,16 @@ def _quality(
     predicted = bundle.predict_arrays(window.texts, min(K, bundle.num_labels)).rows
     parts = by_query(predicted, truth, shown("window"), np.ones(truth.shape[1]))
     figures = {}
+    num_labelled = len(labels)
     for name, (above_N, below_N) in parts.items():
         percent_N = 100.0 * above_N / below_N.mean()
-        error = percent_N.std() / np.sqrt(len(percent_N))
+        error = percent_N.std() / np.sqrt(num_labelled)
         figures[name] = (float(percent_N.mean()), float(error))
-    return figures, share_unknown, len(labels)
+    return figures, share_unknown, num_labelled
 
 
 def _digest(*parts: object) -> str:
-    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:12]
+    return text_sha256("\n".join(map(str, parts)))[:12]
 
 
 def _track(params: Params, found: Comparison, folder: Path, model: Mapping[str, str]) -> str | None:

@@ -53,10 +53,11 @@ class Comparison:
         both = [which for which in ("queries", "labels") if which in old and which in new]
         charts = [self._lengths(which) for which in both]
         if old.get("served") and new.get("served"):
-            lines = []
-            for name, side in zip(self.names, (old, new), strict=True):
-                scores = side["served"]["score_quantiles"]
-                lines.append(Line(name, range(len(scores)), scores))
+            scores = [side["served"]["score_quantiles"] for side in (old, new)]
+            lines = [
+                Line(name, range(len(of_side)), of_side)
+                for name, of_side in zip(self.names, scores, strict=True)
+            ]
             title = "Score of the best label"
             charts.append(line_chart(title, lines, "percent of queries", "top score at most"))
         return charts
@@ -107,11 +108,8 @@ def moved_words(*sides: Side) -> list[list[str]]:
     """
     import pandas as pd
 
-    columns = []
-    for side in sides:
-        words = side["queries"]["words"]
-        count = pd.Series(words["top"], dtype=float)
-        columns.append(count / max(words["count"], 1))
+    words = [side["queries"]["words"] for side in sides]
+    columns = [pd.Series(one["top"], dtype=float) / max(one["count"], 1) for one in words]
     share = pd.concat(columns, axis=1).sort_index()
     old, new = share.fillna(share.min()).fillna(0.0).to_numpy().T
     moved = (-abs(new - old)).argsort(kind="stable")[:_MOVED_WORDS]

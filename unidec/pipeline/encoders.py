@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import timeit
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -119,12 +119,13 @@ def about_encoder(params: Params, name: str) -> AboutEncoder:
     sizes = (folder, params.tokens.max_length, settings.query_prompt)
     tokens = encode_texts(_texts(params), *sizes)
     parts = [("queries", tokens, np.arange(len(tokens)))]
-    seconds = []
     with torch.no_grad():
-        for _ in range(3):  # the first repetition warms up
-            begin = time.perf_counter()
-            encoder.transformer_vectors(InputBuilder(encoder, device)(parts)).cpu()
-            seconds.append(time.perf_counter() - begin)
+        # the first repetition warms up
+        seconds = timeit.repeat(
+            lambda: encoder.transformer_vectors(InputBuilder(encoder, device)(parts)).cpu(),
+            repeat=3,
+            number=1,
+        )
     parameters = sum(weight.numel() for weight in encoder.parameters())
     files = (MODULES, "1_Pooling/" + CONFIG, PROMPTS, LENGTHS)
     return AboutEncoder(

@@ -272,9 +272,11 @@ def _figures(
     if ranker.voting is not None:
         result["heads"] = ranking.metrics_of(found.rows[:, :K])
         result["knn"] = ranking.metrics_of_votes(ranker.voting)
-    result["index"] = _against_exact(bundle, ranking, labels, found if is_exact else None)
-    result["index"]["clf_weight"] = info.clf_weight
-    result["index"]["knn_weight"] = info.knn.weight if info.knn else 0.0
+    result["index"] = {
+        **_against_exact(bundle, ranking, labels, found if is_exact else None),
+        "clf_weight": info.clf_weight,
+        "knn_weight": info.knn.weight if info.knn else 0.0,
+    }
     result["validation"] = info.metrics.get("validation", {})
     return result
 
@@ -288,18 +290,14 @@ def _ranked(
     Args:
         found: the best labels by the heads' score; None: the bundle's index is searched.
     """
-    scores = []
-    labels = []
+    parts = []
     every = list(blocks(max(len(ranking.rows), 1), QUERIES_AT_ONCE))
     for block in progress(every, desc="rank labels", unit="block"):
-        in_block = None
-        if found is not None:
-            in_block = Ranked(found.rows[block], found.scores[block])
+        in_block = found and Ranked(found.rows[block], found.scores[block])
         part = ranking.part(block)
-        best = bundle.ranker.rank(part.encoded, K, part.excluded, found=in_block)
-        scores.append(best.scores)
-        labels.append(best.rows)
-    return np.concatenate(scores), np.concatenate(labels)
+        parts.append(bundle.ranker.rank(part.encoded, K, part.excluded, found=in_block))
+    scores = np.concatenate([best.scores for best in parts])
+    return scores, np.concatenate([best.rows for best in parts])
 
 
 def _against_exact(
@@ -321,15 +319,11 @@ def _against_exact(
         _, labels = _ranked(bundle, first, found)
     exact = found.rows[:ORACLE_QUERIES]
     approximate = bundle.ranker.search(first.encoded, K, first.excluded).rows
-    figures = {}
-    for n in (10, K):
-        figures[f"recall@{n}"] = 100 * recall(approximate[:, :n], exact[:, :n])
+    figures = {f"recall@{n}": 100 * recall(approximate[:, :n], exact[:, :n]) for n in (10, K)}
     best = first.metrics_of(labels[:ORACLE_QUERIES])
     _, served = _ranked(bundle, first)
     of_served = first.metrics_of(served)
-    for name in shown("part"):
-        figures[f"lost/{name}"] = best[name] - of_served[name]
-    return figures
+    return figures | {f"lost/{name}": best[name] - of_served[name] for name in shown("part")}
 
 
 def _write_predictions(ranking: Ranking, scores: np.ndarray, labels: np.ndarray) -> None:
@@ -408,8 +402,10 @@ def _calibration(measured: Measured) -> Figures:
     probabilities = measured.bundle.probabilities(measured.scores[:, :CALIBRATED])
     if probabilities is None:
         return {}
-    probabilities = np.where(labels >= 0, probabilities, np.nan)
-    return {"probability": probabilities, "correct": measured.ranking.relevant(labels)}
+    return {
+        "probability": np.where(labels >= 0, probabilities, np.nan),
+        "correct": measured.ranking.relevant(labels),
+    }
 
 
 def _examples(measured: Measured) -> Figures:
@@ -420,7 +416,7 @@ def _examples(measured: Measured) -> Figures:
     tfidf = measured.tfidf
     places = tfidf.places
     truth = ranking.truth[places]
-    baseline = list(tfidf.labels)[-1] if tfidf.labels else ""
+    *_, baseline = ("", *tfidf.labels)
 
     def ndcg(labels_NK: np.ndarray) -> np.ndarray:
         parts = by_query(labels_NK, truth, ["nDCG@5"], ranking.propensity.inverse_L)

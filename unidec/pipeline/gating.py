@@ -51,7 +51,7 @@ from unidec.tracking.promotion import (
     version_of,
 )
 from unidec.tracking.provenance import COMMIT_TAG, DIRTY_TAG, uncommitted, unknown_code
-from unidec.tracking.registry import HASH_TAG
+from unidec.tracking.registry import HASH_TAG, bundle_hash
 from unidec.tracking.repository import git
 from unidec.tracking.store import open_client
 from unidec.training.precision import choose_device
@@ -117,7 +117,7 @@ def gate(params: Params, version: str | int = CHALLENGER) -> Verdict:
     already = champion is not None and champion.version == challenger.version
     checks = [Check("champion", True, None, None, "it is already the champion")]
     passed = True
-    details = dict[str, Any]()
+    details: dict[str, Any] = {}
     if not already:
         dataset = paths.open_dataset()
         checks = list(_checks(params, challenger, champion, dataset, details))
@@ -142,7 +142,7 @@ def gate(params: Params, version: str | int = CHALLENGER) -> Verdict:
             client, challenger, details, _conditions(params, challenger, champion)
         )
         judged = [challenger, champion] if champion else [challenger]
-        _purge({version.tags.get(HASH_TAG, "")[:16] for version in judged})
+        _purge({bundle_hash(version)[:16] for version in judged})
     for check in checks:
         level = logging.INFO if check.passed else logging.WARNING
         log.log(level, "gate: %s: %s", check.check, check.words)
@@ -209,9 +209,8 @@ def _conditions(params: Params, challenger: ModelVersion, champion: ModelVersion
 
 def _described(version: ModelVersion) -> dict[str, Any]:
     shown = (HASH_TAG, "dataset.sha256", COMMIT_TAG, DIRTY_TAG, "start.kind")
-    return {"version": str(version.version), "run": version.run_id} | {
-        key: version.tags.get(key) for key in shown
-    }
+    tags = {key: version.tags.get(key) for key in shown}
+    return {"version": str(version.version), "run": version.run_id, **tags}
 
 
 def _provenance(version: ModelVersion, champion: ModelVersion | None, rules: Gate) -> list[Check]:
@@ -272,7 +271,7 @@ def _checks(
     if challenger.tags.get("start.kind") == "refresh":
         rules = rules.model_copy(update={"margin": min(rules.margin, -rules.tolerance)})
     yield from _provenance(challenger, champion, rules)
-    sha256 = challenger.tags.get(HASH_TAG, "")
+    sha256 = bundle_hash(challenger)
     champion_folder = {} if champion is None else {"champion": _fetch(champion)}
     rows = dataset.rows("test")
     probed = spaced(rows if len(rows) else dataset.rows("train"), rules.probes)
@@ -367,24 +366,21 @@ def resource_checks(probes: Mapping[str, Probe], rules: Gate) -> list[Check]:
         ("load time", "max_load", "load_seconds", "s from start to the first answer"),
         ("latency", "max_latency", "p95_ms", "ms, p95 of single queries"),
         ("size", "max_size", "megabytes", "MB on disk"),
-    ):
-        got = getattr(probe, key)
-        if limit := rules.bound(bound).own:
-            words = f"{got:.3g} {unit}, at most {limit:g}"
-            checks.append(Check(name, got <= limit, got, limit, words))
-    for name, bound, key, unit in (
         ("load ratio", "max_load", "load_cpu_seconds", "s of processor time to an answer"),
         ("latency ratio", "max_latency", "p95_cpu_ms", "ms of processor time, p95 of a query"),
         ("size ratio", "max_size", "megabytes", "MB"),
     ):
-        limit = rules.bound(bound).ratio
-        before = getattr(champion, key, 0.0)
-        if limit and before:
-            got = getattr(probe, key)
-            ratio = got / before
-            words = f"{got:.3g} against {before:.3g} {unit}: {ratio:.2f} times the champion's"
-            words += f", at most {limit:g}"
-            checks.append(Check(name, ratio <= limit, ratio, limit, words))
+        measured = got = getattr(probe, key)
+        limit = rules.bound(bound).own
+        against = ""
+        if name.endswith(" ratio"):
+            before = getattr(champion, key, 0.0)
+            limit = before and rules.bound(bound).ratio
+            got = measured / (before or 1)
+            against = f"against {before:.3g} {unit}: {got:.2f} times the champion's"
+        if limit:
+            words = f"{measured:.3g} {against or unit}, at most {limit:g}"
+            checks.append(Check(name, got <= limit, got, limit, words))
     return checks
 
 

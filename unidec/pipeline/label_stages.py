@@ -95,7 +95,7 @@ def change_labels(
     bundle = _open(f"{source}", params, verify=dry_run)
     if register and not dry_run:
         # report an unregistered source before doing any work
-        parent_version(params, bundle.sha256, str(bundle.path))
+        parent_version(params, bundle.sha256, bundle.path)
     change = LabelChange.edit(bundle, add, remove, update, examples)
     counts: Any = change.counts
     result = ChangedLabels(changed=bool(change), bundle=None, labels=len(change.uids), **counts)
@@ -109,11 +109,8 @@ def change_labels(
 
 
 def _open(address: str, params: Params, verify: bool = True) -> Bundle:
-    return Bundle.load(
-        fetch_bundle(address),
-        verify=verify,
-        device=str(choose_device(params.device)),
-    )
+    device = choose_device(params.device).type
+    return Bundle.load(fetch_bundle(address), verify=verify, device=device)
 
 
 def refresh_labels(params: Params, version: str | int = "champion") -> ChangedLabels:
@@ -132,13 +129,16 @@ def refresh_labels(params: Params, version: str | int = "champion") -> ChangedLa
     parent = known_version(open_client(), params.tracking.model_name, version)
     bundle = _open(f"models:/{parent.name}/{parent.version}", params)
     dataset = paths.open_dataset()
-    texts = dataset.label_texts(text=cast(Text, bundle.info.text))
-    examples = _examples(bundle, dataset)
-    titles = dataset.label_texts()
-    change = LabelChange.of(bundle, dataset.label_uids(), texts, titles, examples)
+    change = LabelChange.of(
+        bundle,
+        dataset.label_uids(),
+        dataset.label_texts(text=cast(Text, bundle.info.text)),
+        dataset.label_texts(),
+        _examples(bundle, dataset),
+    )
     same_data = bundle.info.dataset.get("sha256") == dataset.sha256
     number = str(parent.version)
-    counts = cast(Any, change.counts)
+    counts: Any = change.counts
     if same_data or not (change or bundle.neighbours is not None):
         reason = f"version {number} already has {'this data set' if same_data else 'these labels'}"
         return ChangedLabels(changed=False, bundle=None, parent=number, reason=reason)
@@ -163,11 +163,9 @@ def _examples(bundle: Bundle, dataset: XMCDataset) -> list[LabelText]:
     """The first `MOST_EXAMPLES` training queries of each label of the data set whose classifier row
     is an estimate, or will be.
     """
-    is_trained_K = ~is_estimated(bundle.info)
-    trained = bundle.uids.filter(pa.array(is_trained_K))
+    trained = bundle.uids.filter(pa.array(~is_estimated(bundle.info)))
     uids = pa.array(dataset.label_uids(), bundle.uids.type)
-    is_trained_L = pc.is_in(uids, trained)
-    labels = np.flatnonzero(pc.invert(is_trained_L))
+    labels = np.flatnonzero(pc.invert(pc.is_in(uids, trained)))
     rows = dataset.rows("train")
     truth_NL = truth_of(dataset, rows)
     queries_of_label = truth_NL[:, labels].T.tocsr()

@@ -135,13 +135,11 @@ def check_devices(params: Params) -> None:
 
 
 def _start(devices: int, folder: str, restarts: int) -> subprocess.Popen[bytes]:
-    env = dict(os.environ)
-    env.setdefault("OMP_NUM_THREADS", str(max(1, num_threads() // devices)))
-    env[LAUNCHER] = str(os.getpid())
-    loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    env = {"OMP_NUM_THREADS": str(max(1, num_threads() // devices))}
     # all ranks are on this machine: no host name is resolved, no port is open to other machines
-    if loopback:
-        env.setdefault("GLOO_SOCKET_IFNAME", loopback.pop())
+    for loopback in {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}:
+        env["GLOO_SOCKET_IFNAME"] = loopback
+    env |= os.environ | {LAUNCHER: str(os.getpid())}
     command = [
         sys.executable,
         "-m",
@@ -179,10 +177,8 @@ def _result(folder: Path, code: int) -> dict[str, Any]:
         "a process of the training died",
         where="torchrun",
         got=got,
-        fix=(
-            "torchrun names it above; start again: the run resumes from its last checkpoint, "
-            "with any run.devices"
-        ),
+        fix="torchrun names it above; start again: the run resumes from its last checkpoint, "
+        "with any run.devices",
     )
 
 

@@ -7,7 +7,6 @@ on held-out queries are not used, and new queries become training queries.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from unidec.config import Params
 from unidec.data.dataset import XMCDataset
 from unidec.data.line_file import readable_rows
 from unidec.data.raw import SPLITS
-from unidec.data.storage import swap_folder
+from unidec.data.storage import swap_folder, text_sha256
 from unidec.errors import ConfigError, DataError
 from unidec.pipeline import paths
 
@@ -171,21 +170,22 @@ class _Tables:
         result = self.result
         known = [mark for mark in marks if mark.label in self.labels]
         unknown = [mark.label for mark in marks if mark.label not in self.labels]
+        num_known = len(known)
         result.unknown += len(unknown)
         named = dict.fromkeys([*result.unknown_labels, *unknown])
         result.unknown_labels = list(named)[:_NAMED]
         uids = list(self.uids_of.get(query, {}))
         splits = {self.split_of[uid] for uid in uids}
         if "test" in splits:
-            result.test += len(known)
+            result.test += num_known
         elif "validation" in splits:
-            result.validation += len(known)
+            result.validation += num_known
         elif uids:
             self._change(uids, known)
         elif not any(mark.relevant for mark in known):
-            result.only_negative += len(known)
+            result.only_negative += num_known
         else:
-            uid = NEW + hashlib.sha256(query.encode()).hexdigest()[:16]
+            uid = NEW + text_sha256(query)[:16]
             self.new[uid] = " ".join(marks[-1].query.split())
             result.queries += 1
             self._change([uid], known)
@@ -193,8 +193,9 @@ class _Tables:
     def _change(self, uids: Sequence[str], marks: Iterable[Mark]) -> None:
         result = self.result
         for mark in marks:
-            here = self.pairs if mark.relevant else self.filters
-            there = self.filters if mark.relevant else self.pairs
+            here, there = self.filters, self.pairs
+            if mark.relevant:
+                here, there = there, here
             keys = [(uid, mark.label) for uid in uids]
             missing = [key for key in keys if key not in here]
             wrong = [key for key in keys if there.pop(key, None) is not None]
@@ -211,8 +212,10 @@ class _Tables:
         queries = _text_rows(self.dataset.queries)
         for row in queries:
             row["split"] = self.split_of[row["id"]]
-        for uid, text in sorted(self.new.items()):
-            queries.append({"id": uid, "text": text, "content": "", "split": "train"})
+        queries += [
+            {"id": uid, "text": text, "content": "", "split": "train"}
+            for uid, text in sorted(self.new.items())
+        ]
         labels = _text_rows(self.dataset.labels)
         pairs: list[dict[str, Any]] = [
             {"query_id": query, "label_id": label, "relevance": value}

@@ -144,8 +144,7 @@ class Plan:
         lines = []
         for place in self.shortages:
             phase, needed = self.peak(place)
-            free = gib(self.free[place] or 0)
-            size = f"{gib(needed)} needed, {free} free"
+            size = f"{gib(needed)} needed, {gib(self.free[place] or 0)} free"
             lines.append(f"{PLACES[place]}: {size} ({PHASES[phase]})")
         return lines
 
@@ -158,8 +157,8 @@ class Plan:
 
     def settings(self, form: str) -> list[str]:
         """The settings of `advice` in a format such as "--set {}={}"."""
-        advice = self.advice or {}
-        return [form.format(key, str(value).lower()) for key, value in advice.items()]
+        advice = (self.advice or {}).items()
+        return [form.format(key, str(value).lower()) for key, value in advice]
 
     def as_dict(self) -> dict[str, object]:
         """The plan for JSON; "peaks" has the phase and the bytes of each place's peak."""
@@ -229,11 +228,11 @@ def _attention(params: Params, sizes: Sizes, gpu: bool) -> int:
     if longest <= LONG or not encoder.has_transformer:
         return 0
     config = encoder_config(encoder.name)
-    if not config.num_hidden_layers:  # static vectors
+    is_static = not config.num_hidden_layers
+    if is_static or transformer_options(config, gpu)["attn_implementation"] != "eager":
         return 0
-    is_fused = transformer_options(config, gpu)["attn_implementation"] != "eager"
     pairs = max(longest**2, CHUNK_TEXTS * LONG**2)
-    return 0 if is_fused else 2 * FP32 * int(config.num_attention_heads) * pairs
+    return 2 * FP32 * int(config.num_attention_heads) * pairs
 
 
 def _refresh(params: Params, sizes: Sizes, width: int, gpu: bool) -> Iterable[Amount]:
@@ -249,18 +248,20 @@ def _refresh(params: Params, sizes: Sizes, width: int, gpu: bool) -> Iterable[Am
     labels = sizes.num_labels if shortlist else 0
     texts = rows + labels
     encoded = min(texts, 2 * _BLOCK) * (width + dim)
-    on_disk = _texts_on_disk(params, rows, gpu), _texts_on_disk(params, labels, gpu)
-    points = PART_BYTES // (FP32 * dim) if on_disk[0] else rows
+    rows_on_disk = _texts_on_disk(params, rows, gpu)
+    labels_on_disk = _texts_on_disk(params, labels, gpu)
+    on_disk = rows_on_disk + labels_on_disk
+    points = PART_BYTES // (FP32 * dim) if rows_on_disk else rows
     copied = max(points // 2, 3 * min(points, _POINTS[gpu]))
     clustered = (copied + gpu * rows) * dim + 12 * rows
     mined = 512 * min(labels, _BLOCK) + gpu * texts * dim
-    in_memory = (texts - sum(on_disk)) * dim + encoded
+    in_memory = (texts - on_disk) * dim + encoded
     yield Amount("query and label vectors", "host", FP32 * in_memory, "refresh")
-    yield Amount("query and label vectors", "disk", FP16 * sum(on_disk) * dim, "refresh")
+    yield Amount("query and label vectors", "disk", FP16 * on_disk * dim, "refresh")
     yield Amount("clustering, mining", "device", FP32 * max(clustered, mined), "refresh")
     if labels and not params.pool.shortlist and uses_faiss(params.pool.mining, labels, gpu):
         # vectors, 4-bit codes and ids
-        number = FP16 if on_disk[1] else FP32
+        number = FP16 if labels_on_disk else FP32
         index = labels * (number * dim + dim // 2 + INT64)
         yield Amount("faiss index of mining", "host", index, "refresh")
     yield Amount("hard negatives", "host", shortlist, "refresh")
@@ -317,9 +318,7 @@ def advise(params: Params, plan_of: Callable[[Params], Plan]) -> Settings | None
 
     def missing(settings: Settings) -> float:
         changed = with_settings(params, settings)
-        if changed is None:
-            return math.inf
-        return sum(plan_of(changed).shortages.values())
+        return sum(plan_of(changed).shortages.values()) if changed else math.inf
 
     now = missing({})
     helpful: list[Settings] = []
@@ -388,7 +387,7 @@ def plan_memory(
             if amount.num_bytes and not (training_only and amount.phase == "index")
         ]
         size = f"{measured.num_queries:,} queries, {measured.num_labels:,} labels"
-        step = f"{size}, bf16" if half else f"{size}, fp32"
+        step = f"{size}, {'bf16' if half else 'fp32'}"
         return Plan(tuple(counted), "cuda" if gpu else "cpu", step, available)
 
     plan = plan_of(params)
@@ -412,15 +411,14 @@ def check_fits(params: Params, free: Free | None = None) -> None:
     reusable = sum(map(folder_bytes, (paths.CACHE, paths.MODEL, paths.BUNDLE, paths.RUNS)))
     known: Free = {"disk": available_disk(paths.RUNS) + reusable}
     plan = plan_memory(params, free={**known, **(free or {})}, training_only=True)
-    if not plan.short:
+    short = plan.shortages
+    if not short:
         return
-    lacking = " and ".join(PLACES[place] for place in plan.shortages)
-    advice = plan.missing
-    if plan.advice:
-        advice = f"{', '.join(plan.settings('{}: {}'))}, or {plan.missing}"
+    lacking = " and ".join(map(PLACES.__getitem__, short))
+    advice = ", or ".join(filter(None, (", ".join(plan.settings("{}: {}")), plan.missing)))
     raise ConfigError(
         f"the training does not fit: too little {lacking}",
-        where=str(paths.RUNS.absolute()) if "disk" in plan.shortages else f"device {plan.device}",
+        where=paths.RUNS.absolute() if "disk" in short else f"device {plan.device}",
         got="; ".join(plan.short),
         expected=f"at most {1 - MARGIN:.0%} of what is free",
         fix=f"{advice}; `unidec plan` lists the amounts, run.check_memory: false skips this check",

@@ -129,9 +129,7 @@ def encoder_config(name: str) -> Any:
     if known := _known(name):
         return AutoConfig.for_model(known)
     folder = resolve_encoder(name)
-    if is_static(folder):
-        return empty_static(folder).config
-    return transformer_config(folder)
+    return empty_static(folder).config if is_static(folder) else transformer_config(folder)
 
 
 def _known(name: str) -> str | None:
@@ -218,9 +216,8 @@ def measure(params: Params, sizes: Sizes, *, gpu: bool, half: bool) -> Measured:
     probe = functools.partial(_Probe, params, sizes, gpu=gpu, half=half)
     whole = probe(num_labels)
     state = whole.state()
-    uses_all = "all" in head_labels(params.model, params.pool)
-    if uses_all and num_labels > MOST_LABELS:
-        few = MOST_LABELS
+    few = MOST_LABELS
+    if "all" in head_labels(params.model, params.pool) and num_labels > few:
         step = probe(few).step()
         half_step = probe(few // 2).step()
         times = (num_labels - few) / (few // 2)  # extrapolates from half of the labels
@@ -276,9 +273,9 @@ class _Probe:
         rows = num_rows(params, sizes)
         self.num_batch = min(queries_a_batch(params.pool, rows), rows)
         # labels of the batch's queries, and hard negatives
-        num_used = self.num_batch * (sizes.labels_a_query + params.pool.eta)
-        self.num_used = min(num_used, num_labels)
-        self.spacing = num_labels // self.num_used  # so that each rank has some of these labels
+        num_used = min(self.num_batch * (sizes.labels_a_query + params.pool.eta), num_labels)
+        self.num_used = num_used
+        self.spacing = num_labels // num_used  # so that each rank has some of these labels
         self.builder = _Builder if gpu else InputBuilder
         self.packs = gpu and half and is_packable(encoder_config(params.encoder.name))
         # the last rank has the largest part of the labels
@@ -419,8 +416,8 @@ class _Probe:
         return (place * self.spacing).reshape(shape)
 
     def _texts(self, pairs: TrainingPairs) -> TrainingTexts:
-        most = self.params.tokens.max_length
-        vocab = self.sizes.vocab_size
-        queries = RepeatedTexts(len(pairs.rows), self.sizes.query_tokens, most, vocab)
-        labels = RepeatedTexts(self.num_labels, self.sizes.label_tokens, most, vocab)
+        sizes = self.sizes
+        read = (self.params.tokens.max_length, sizes.vocab_size)
+        queries = RepeatedTexts(len(pairs.rows), sizes.query_tokens, *read)
+        labels = RepeatedTexts(self.num_labels, sizes.label_tokens, *read)
         return TrainingTexts({"queries": queries, "labels": labels})

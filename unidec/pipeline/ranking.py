@@ -118,16 +118,15 @@ class Ranking:
             return unit_rows(cut_NW) if is_unit and head == "de" else cut_NW
 
         whole = self.encoded
-        encoded = replace(whole, de_BD=cut("de", whole.de_BD), clf_BD=cut("clf", whole.clf_BD))
-        vectors = {head: cut(head, array) for head, array in self.vectors.items()}
-        return replace(self, encoded=encoded, vectors=vectors)
+        return replace(
+            self,
+            encoded=replace(whole, de_BD=cut("de", whole.de_BD), clf_BD=cut("clf", whole.clf_BD)),
+            vectors={head: cut(head, array) for head, array in self.vectors.items()},
+        )
 
     def with_words(self, words: WordSpace | None) -> Ranking:
         """The same queries with their words (None: without), to compare with training queries."""
-        vectors = None
-        if words is not None:
-            tokens = paths.open_tokens("queries")
-            vectors = words.vectors(*tokens.ragged(self.rows))
+        vectors = words and words.vectors(*paths.open_tokens("queries").ragged(self.rows))
         return replace(self, encoded=replace(self.encoded, words_BF=vectors))
 
     @cached_property
@@ -208,11 +207,11 @@ class Ranking:
             part = self.part(some)
             return voting.rank(part.encoded, K, part.excluded).rows
 
+        nothing = np.zeros((0, K), dtype=np.int64)
         with thread_pool() as threads:
             ranked = threads.map(rank, every)
-            rows = list(progress(ranked, total=len(every), desc="rank by votes", unit="block"))
-        nothing = np.zeros((0, K), dtype=np.int64)
-        return self.metrics_of(np.concatenate([nothing, *rows]))
+            rows = progress(ranked, total=len(every), desc="rank by votes", unit="block")
+            return self.metrics_of(np.concatenate([nothing, *rows]))
 
 
 def training_neighbours(
@@ -239,8 +238,7 @@ def training_neighbours(
 
     if by == "words":
         return word_neighbours(dataset, model.tokenizer_folder, tokens, word_head)
-    rows = dataset.rows("train")
-    facts = (truth_of(dataset, rows), *dataset.query_columns(rows))
+    rows, facts = _training_queries(dataset)
     build = None
     amp = autocast_type(precision, model.device)
     if tokens is None:
@@ -259,6 +257,12 @@ def training_neighbours(
     return Neighbours(vectors[:, : width or None], *facts)
 
 
+def _training_queries(dataset: XMCDataset) -> tuple[np.ndarray, tuple[Any, Any, Any]]:
+    """Rows of the training queries; and their truth, uids and titles."""
+    rows = dataset.rows("train")
+    return rows, (truth_of(dataset, rows), *dataset.query_columns(rows))
+
+
 def word_neighbours(
     dataset: XMCDataset,
     tokenizer: Path,
@@ -271,8 +275,7 @@ def word_neighbours(
         tokenizer: its folder.
         tokens, word_head: see `training_neighbours`.
     """
-    rows = dataset.rows("train")
-    facts = (truth_of(dataset, rows), *dataset.query_columns(rows))
+    rows, facts = _training_queries(dataset)
     if tokens is None:
         tokens = (paths.open_tokens("queries"), paths.open_tokens("labels"))
     else:
@@ -376,13 +379,15 @@ def quality_by_width(ranking: Ranking, params: Params, is_unit: bool) -> list[di
     Args:
         is_unit: as for `Ranking.at_width`.
     """
-    figures: list[dict[str, float]] = []
     if not params.loss.widths or not len(ranking.rows):
-        return figures
-    for width in (*params.loss.widths, params.model.dim):
-        blend = tuned_blend(ranking.at_width(width, is_unit), params, None)
-        figures.append({"width": width, **headline(blend.metrics)})
-    return figures
+        return []
+    return [
+        {
+            "width": width,
+            **headline(tuned_blend(ranking.at_width(width, is_unit), params, None).metrics),
+        }
+        for width in (*params.loss.widths, params.model.dim)
+    ]
 
 
 def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend) -> Blend:
@@ -417,7 +422,7 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
 
     by_tail = {tail: ranking.metrics_of(ranked(tail).rows) for tail in TAILS}
     least = max(metrics[objective] for metrics in by_tail.values()) - TAIL_TOLERANCE
-    tail = max(tail for tail in TAILS if by_tail[tail][objective] >= least)
+    tail = max(tail for tail, metrics in by_tail.items() if metrics[objective] >= least)
     metrics = by_tail[tail]
     fused_quality = metrics[objective]
     blend_quality = blend.metrics[objective]
@@ -433,7 +438,7 @@ def fused(ranking: Ranking, params: Params, neighbours: Neighbours, blend: Blend
         ranked=ranked(tail),
         reader=reader,
         fusion=fitted.fusion.model_copy(update={"tail": tail, "gain": gain}),
-        by_tail=[{"tail": tail, **headline(by_tail[tail])} for tail in TAILS],
+        by_tail=[{"tail": tail, **headline(of_tail)} for tail, of_tail in by_tail.items()],
     )
 
 

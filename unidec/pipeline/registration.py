@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from unidec.bundle.bundle_folder import read_info
 from unidec.bundle.bundle_info import BundleInfo
 from unidec.config import Params
-from unidec.data.storage import folder_sha256, read_json
+from unidec.data.storage import folder_sha256, read_json_object
 from unidec.errors import ConfigError
 from unidec.metric_names import headline
 from unidec.pipeline import paths
@@ -86,27 +86,23 @@ def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> Re
         facts |= {"labels of version": origin["start.version"], **_counts(info)}
     else:
         tracker = tracker_of_model()
-        metrics = {}
-        if paths.METRICS.is_file():
-            metrics = headline(read_json(paths.METRICS)["test"])
-        facts["metrics"] = {"test": metrics}
+        metrics = read_json_object(paths.METRICS).get("test", {})
+        facts["metrics"] = {"test": headline(metrics)}
         known = find_version(client, name, folder_sha256(path))
-        if known is not None:
-            # its code was unknown so far, and git now answers
-            if provenance.unknown_code(known.tags) and not provenance.unknown_code(tags):
-                record_code(client, known, tags)
-        else:
+        if known is None:
             # only for a new version: an existing one keeps the records of its training
             origin = provenance.artifact_tags(params.data.path) | start_tags()
             locked = {key: tag for key, tag in tags.items() if key == provenance.LOCK_TAG}
             tracker.set_tags(origin | locked)
             tracker.log_files(provenance.RECORDS, provenance.RECORDS_FOLDER)
             tags |= origin
+        elif provenance.unknown_code(known.tags) and not provenance.unknown_code(tags):
+            record_code(client, known, tags)  # it was unknown so far, and git now answers
     version = register_bundle(path, tracker.run_id, name, card=facts, tags=tags)
     return Registration(name, version, "challenger", tracker.url)
 
 
-def parent_version(params: Params, sha256: str, where: str) -> str:
+def parent_version(params: Params, sha256: str, where: Path) -> str:
     """The version with the source bundle of a label change, found by the bundle's hash.
 
     Raises:
@@ -115,10 +111,8 @@ def parent_version(params: Params, sha256: str, where: str) -> str:
     version = find_version(open_client(), params.tracking.model_name, sha256)
     if version is None:
         raise ConfigError(
-            (
-                "the bundle whose labels were changed is not registered: the origin of its model "
-                "would be unknown"
-            ),
+            "the bundle whose labels were changed is not registered: the origin of its model "
+            "would be unknown",
             where=where,
             got=f"no version with the hash {sha256[:12]}",
             expected=f"a version of {params.tracking.model_name}",
@@ -151,15 +145,13 @@ def _relabelled(
     refreshed = info.card["refreshed"]
     name = info.dataset.get("name")
     by_hand = "version" not in refreshed
-    if by_hand:
-        version = parent_version(params, refreshed["parent"], str(path))
-    else:
-        version = refreshed["version"]
+    parent = refreshed["parent"]
+    version = parent_version(params, parent, path) if by_hand else refreshed["version"]
     origin = {
         "start.kind": "refresh",
         "start.model": params.tracking.model_name,
         "start.version": version,
-        "start.bundle.sha256": refreshed["parent"],
+        "start.bundle.sha256": parent,
         "labels": "by hand" if by_hand else "of the data",
     }
     if not by_hand:

@@ -111,17 +111,23 @@ def run_info(run_dir: Path) -> RunInfo:
     )
 
 
-def rows_of(infos: list[RunInfo]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the printed table."""
+def rows_of(infos: list[RunInfo]) -> list[dict[str, str]]:
+    """Rows of the printed table, by column."""
     rows = []
     for info in infos:
         saved = "none yet"
         if info.checkpoint_age is not None:
             saved = f"{duration(info.checkpoint_age)} ago"
-        epoch = f"{info.epoch or 0} of {info.epochs or '?'}"
-        name = f"{info.name} (trial {info.trial})" if info.trial else info.name
-        rows.append([name, info.state, epoch, str(info.step or 0), saved, info.mlflow_run or ""])
-    return ["run", "state", "epoch", "step", "checkpoint", "MLflow run"], rows
+        row = {
+            "run": f"{info.name} (trial {info.trial})" if info.trial else info.name,
+            "state": info.state,
+            "epoch": f"{info.epoch or 0} of {info.epochs or '?'}",
+            "step": str(info.step or 0),
+            "checkpoint": saved,
+            "MLflow run": info.mlflow_run or "",
+        }
+        rows.append(row)
+    return rows
 
 
 def age(path: Path) -> float:

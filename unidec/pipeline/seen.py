@@ -82,11 +82,11 @@ def write_record(out: Folder, dataset: XMCDataset, text: Text, earlier: Iterable
     complete = True
     for model in earlier:
         before = of_model(model)
-        if before is not None and before.text == text:
-            complete = complete and before.complete
-            hash_Q = np.union1d(hash_Q, before.hash_Q)
-        else:
+        if before is None or before.text != text:
             complete = False
+            continue
+        complete &= before.complete
+        hash_Q = np.union1d(hash_Q, before.hash_Q)
     np.save(out.path / RECORD, hash_Q)
     out.meta[SEEN_KEY] = {"text": text, "complete": complete}
 
@@ -147,12 +147,12 @@ def leak_in_words(found: Seen | None, dataset: XMCDataset) -> tuple[str, int]:
     (Texts in both splits of one data set are counted by its validation.)
     """
     rows = dataset.rows("test")
-    if found is None or not len(rows):
+    total = len(rows)
+    if found is None or not total:
         return "", 0
     new = found.among(dataset, rows) & ~_of_dataset(dataset, found.text).among(dataset, rows)
     num = int(new.sum())
-    share = num / len(rows)
-    return f"{num:,} of {len(rows):,} test queries ({share:.1%})", num
+    return f"{num:,} of {total:,} test queries ({num / total:.1%})", num
 
 
 def _of_dataset(dataset: XMCDataset, text: Text) -> Seen:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from unidec.bundle.bundle_folder import read_info, read_labels
-from unidec.config import Params, keys_deciding, value_at
+from unidec.config import Params, keys_deciding, leaves, value_at
 from unidec.data.storage import read_json, write_bytes_atomic
 from unidec.errors import ArtifactError, ConfigError
 from unidec.pipeline import paths, seen
@@ -112,7 +112,7 @@ def warm_params(params: Params) -> Params:
     """
     warm = params.warm
     changed = {"epochs": warm.epochs, "warmup_epochs": warm.warmup_epochs}
-    for key, value in params.optim.model_dump().items():
+    for key, value in params.optim:
         if key.startswith("lr_"):
             changed[key] = value * warm.lr_scale
     optim = params.optim.model_copy(update=changed)
@@ -123,10 +123,8 @@ def warm_params(params: Params) -> Params:
 
 def start_tags() -> dict[str, str]:
     """The start as tags for a run or a model version."""
-    return {
-        f"start.{key.replace('_', '.')}": str(value)
-        for key, value in _content(read_start()).items()
-    }
+    content = _content(read_start())
+    return {f"start.{key.replace('_', '.')}": str(value) for key, value in content.items()}
 
 
 def _content(start: WarmStart | None) -> dict[str, Any]:
@@ -178,10 +176,8 @@ def choose_start(params: Params, kind: Kind | None = None) -> ChosenStart:
             "no warm start is possible",
             where="retrain.start",
             got=reason,
-            fix=(
-                f'{FIX}, or auto; encoder.start: ""; or if it knows test queries, accept it: '
-                f"{seen.ACCEPT}"
-            ),
+            fix=f'{FIX}, or auto; encoder.start: ""; or if it knows test queries, accept it: '
+            f"{seen.ACCEPT}",
         )
     write_bytes_atomic(paths.START, json.dumps(_content(start), indent=2).encode() + b"\n")
     return ChosenStart(**_content(start), reason=reason)
@@ -203,15 +199,16 @@ def _from_champion(params: Params, auto: bool) -> tuple[WarmStart | None, str]:
         return None, f"{name} has no champion yet"
     version = f"version {champion.version}"
     bundle = fetch_bundle(f"models:/{name}/{champion.version}")
-    config = read_json(bundle / "model" / "config.json")
+    model = bundle / "model"
+    config = read_json(model / "config.json")
     encoder = resolve_encoder(params.encoder.name)
-    own = resolved(params.encoder, encoder)
-    unfit = start_differences(own, encoder, encoder, bundle / "model")
-    is_as_wide = config["model"]["dim"] == params.model.dim
-    if unfit := unfit + ["model.dim or index.width"] * (not is_as_wide):
+    unfit = start_differences(resolved(params.encoder, encoder), encoder, encoder, model)
+    if config["model"]["dim"] != params.model.dim:
+        unfit = [*unfit, "model.dim or index.width"]
+    if unfit:
         return None, f"the champion, {version}, has another {_listed(unfit)}"
     generation = int(config.get("start", {}).get("generation", 0))
-    words, is_refused = _leak(params, bundle / "model")
+    words, is_refused = _leak(params, model)
     if is_refused:
         return None, f"the champion, {version}, {words}"
     if auto and (changed := _changed_parameters(params, bundle)):
@@ -297,12 +294,11 @@ def _changed_parameters(params: Params, bundle: Path) -> list[str]:
     in the champion's training.
     """
     champion = read_info(bundle).params
-    values = params.model_dump()
+    values = dict(leaves(params))
     return [
         key
         for key in keys_deciding("tokens", "label_graph", "training")
-        if key != "seed"
-        and json.dumps(value_at(champion, key)) != json.dumps(value_at(values, key))
+        if key != "seed" and json.dumps(value_at(champion, key)) != json.dumps(values[key])
     ]
 
 

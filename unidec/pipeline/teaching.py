@@ -94,8 +94,8 @@ def teacher_width(bundle: str) -> int:
     """E, the width of the space of a teacher's bundle; 0 for no teacher."""
     if not bundle:
         return 0
-    heads = read_heads(Path(bundle), read_info(Path(bundle)), verify=False)
-    return heads.take(slice(0, 1)).shape[1]
+    folder = Path(bundle)
+    return read_heads(folder, read_info(folder), verify=False).shape[1]
 
 
 def unread_teacher(
@@ -119,10 +119,13 @@ def _word_targets(params: Params) -> WordTargets:
     scores; values below `LEAST_PROBABILITY` are dropped.
     """
     dataset = paths.open_dataset(verify=False)
-    tokens = [paths.open_tokens("queries", False), paths.open_tokens("labels", False)]
-    decide = {"data": dataset.sha256, "seed": str(params.seed)}
-    decide["code"] = code_sha256("index")
-    decide |= {str(cache.path): folder_sha256(cache.path) for cache in tokens}
+    tokens = [paths.open_tokens(which, False).path for which in ("queries", "labels")]
+    decide = {
+        "data": dataset.sha256,
+        "seed": str(params.seed),
+        "code": code_sha256("index"),
+        **{str(path): folder_sha256(path) for path in tokens},
+    }
 
     def write(out: Path) -> None:
         write_csr(out, "", _probabilities(params, dataset), np.float32)
@@ -153,6 +156,7 @@ def _probabilities(params: Params, dataset: XMCDataset) -> Iterator[sp.csr_matri
     neighbours = word_neighbours(dataset, resolve_encoder(params.encoder.name))
     scorer = WordScorer(neighbours, VOTERS)
     num = neighbours.num_queries
+    num_labels = dataset.num_labels
     excluded = pair_keys(dataset.filter_pairs[dataset.rows("train")])
     network = fit_word_network(scorer, excluded, params.seed)
     if network is None:
@@ -166,12 +170,13 @@ def _probabilities(params: Params, dataset: XMCDataset) -> Iterator[sp.csr_matri
     blocks = words_of_training_queries(scorer, np.arange(num), excluded)
     for start, (key_P, feature_PX) in zip(range(0, num, QUERIES_AT_ONCE), blocks, strict=True):
         num_rows = min(QUERIES_AT_ONCE, num - start)
-        pairs = np.divmod(key_P - start * dataset.num_labels, dataset.num_labels)
+        row_P, label_P = np.divmod(key_P - start * num_labels, num_labels)
         exp_P = np.exp(network.scores(feature_PX))
-        sum_B = np.bincount(pairs[0], exp_P, num_rows)
-        probability_P = exp_P / sum_B[pairs[0]]
+        sum_B = np.bincount(row_P, exp_P, num_rows)
+        probability_P = exp_P / sum_B[row_P]
         probability_P[probability_P < LEAST_PROBABILITY] = 0
-        block_BL = sp.csr_matrix((probability_P, pairs), (num_rows, dataset.num_labels))
+        pairs = (row_P, label_P)
+        block_BL = sp.csr_matrix((probability_P, pairs), (num_rows, num_labels))
         block_BL.eliminate_zeros()
         yield block_BL
 

@@ -8,7 +8,6 @@ does not answer.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import re
@@ -23,10 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 from unidec.addresses import without_credentials
 from unidec.data.file_lock import lock_file
-from unidec.data.storage import read_json, write_json
+from unidec.data.storage import read_json_object, text_sha256, write_json
 from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.tracking.promotion import known_version, version_of
-from unidec.tracking.registry import HASH_TAG, checked_sha256, download, find_version, tracking_to
+from unidec.tracking.registry import (
+    bundle_hash,
+    checked_sha256,
+    download,
+    find_version,
+    tracking_to,
+)
 from unidec.tracking.store import (
     open_client,
     sqlite_path,
@@ -123,7 +128,7 @@ def bundle_folder(source: str) -> Path:
         log.warning("%s; using %s", on_a_line(error), words_of(noted, source))
         return found
     facts = {
-        "sha256": version.tags.get(HASH_TAG, ""),
+        "sha256": bundle_hash(version),
         "name": address.name,
         "version": str(version.version),
         "alias": address.alias,
@@ -181,7 +186,7 @@ def _read_database(uri: str) -> None:
 
 
 def _note(uri: str, source: str) -> Path:
-    digest = hashlib.sha256(f"{uri} {source}".encode()).hexdigest()
+    digest = text_sha256(f"{uri} {source}")
     return COPIES / f".served-{digest[:12]}.json"
 
 
@@ -197,12 +202,9 @@ def note_known(uri: str, source: str, facts: Mapping[str, Any]) -> None:
 
 def last_known(uri: str, source: str) -> dict[str, Any] | None:
     """The last record of `note_known`, if the bundle's copy exists; its files are not checked."""
-    try:
-        noted: dict[str, Any] = read_json(_note(uri, source))
-        sha256 = noted["sha256"]
-        is_there = re.fullmatch("[0-9a-f]+", sha256) and (COPIES / sha256[:16]).is_dir()
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+    noted = read_json_object(_note(uri, source))
+    sha256 = str(noted.get("sha256"))
+    is_there = re.fullmatch("[0-9a-f]+", sha256) and (COPIES / sha256[:16]).is_dir()
     return noted if is_there else None
 
 
@@ -249,7 +251,7 @@ def _fetch(version: ModelVersion, uri: str) -> Path:
     """A version's bundle, from its local copy or the registry; several processes may call it at
     once.
     """
-    sha256 = version.tags.get(HASH_TAG, "")
+    sha256 = bundle_hash(version)
     target = COPIES / (sha256[:16] or f"{version.name}-{version.version}")
     if _is_whole(target, sha256):  # without a lock: the folder may be read-only
         return target

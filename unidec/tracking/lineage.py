@@ -30,7 +30,7 @@ from unidec.tracking.provenance import (
     LOCK_TAG,
     UNKNOWN_TAG,
 )
-from unidec.tracking.registry import HASH_TAG
+from unidec.tracking.registry import HASH_TAG, bundle_hash
 from unidec.tracking.restore import RestorePoint, own_commit, restore_point
 from unidec.tracking.run import metric_name
 from unidec.tracking.store import UnlessMissing, open_client
@@ -107,12 +107,12 @@ def lineage(source: str | os.PathLike[str], *, model_name: str = "unidec") -> li
     version = _version(client, os.fspath(source), model_name)
     named = aliases(client, version.name)
     oldest_first = all_versions(client, version.name)[::-1]
-    by_hash = {item.tags.get(HASH_TAG, ""): item for item in oldest_first}
+    by_hash = {bundle_hash(item): item for item in oldest_first}
     found = []
     held: ModelVersion | None = version
     while held is not None:
         # each version once, so that circular references end
-        by_hash.pop(held.tags.get(HASH_TAG, ""), None)
+        by_hash.pop(bundle_hash(held), None)
         point = restore_point(held.tags, held.run_id or None)
         found.append(_about(held, named, point))
         held = by_hash.get(held.tags.get("start.bundle.sha256", ""))
@@ -151,11 +151,13 @@ def list_versions(model_name: str) -> list[Version]:
     """Every version, newest first; [] if there is no such model."""
     client = open_client()
     named = aliases(client, model_name)
-    found = []
-    for version in all_versions(client, model_name):
-        about = _about(version, named, RestorePoint(own_commit(version.tags), []))
-        found.append(replace(about, metrics=_metrics(client, version)))
-    return found
+    return [
+        replace(
+            _about(version, named, RestorePoint(own_commit(version.tags), [])),
+            metrics=_metrics(client, version),
+        )
+        for version in all_versions(client, model_name)
+    ]
 
 
 def _about(version: ModelVersion, named: Mapping[str, str], point: RestorePoint) -> Version:
@@ -232,7 +234,7 @@ def _version(client: MlflowClient, source: str, model_name: str) -> ModelVersion
             expected=f"models:/{model_name}@champion, models:/{model_name}/3, bundle:<hash>, or a "
             "bundle's folder",
         )
-    by_hash = {item.tags.get(HASH_TAG, ""): item for item in all_versions(client, model_name)}
+    by_hash = {bundle_hash(item): item for item in all_versions(client, model_name)}
     found = [item for sha256, item in by_hash.items() if sha256.startswith(prefix)]
     if len(found) != 1:
         which = "several versions" if found else "no version"
@@ -261,31 +263,25 @@ def as_lines(found: Sequence[Version]) -> list[str]:
     ).splitlines()
 
 
-def columns() -> list[str]:
-    """The column headings of `rows_of`."""
-    metrics = shown("list")
-    return ["version", "aliases", *metrics, "data", "start", "code", "gate", "registered"]
-
-
-def rows_of(versions: Sequence[Version]) -> list[list[str]]:
-    """Table rows with these `columns`, one per version of `list_versions`."""
+def rows_of(versions: Sequence[Version]) -> list[dict[str, str]]:
+    """Table rows by column, one per version of `list_versions`."""
     rows = []
     for found in versions:
-        metrics = found.metrics or {}
-        data = [found.dataset["name"] or "", (found.dataset["sha256"] or "")[:8]]
-        start = [found.start["kind"], found.start.get("version", "")]
-        rows.append(
-            [
-                found.version,
-                " ".join(found.aliases),
-                *[f"{metrics[name]:.2f}" if name in metrics else "" for name in shown("list")],
-                " ".join(data).strip(),
-                " ".join(start).strip(),
-                _code_words(found.code, digits=8),
-                "rolled back" if found.rolled_back else _verdict(found.gate),
-                found.registered[:16],
-            ]
-        )
+        metrics = dict.fromkeys(shown("list"), "")
+        metrics |= {name: f"{value:.2f}" for name, value in (found.metrics or {}).items()}
+        data = f"{found.dataset['name'] or ''} {(found.dataset['sha256'] or '')[:8]}"
+        start = f"{found.start['kind']} {found.start.get('version', '')}"
+        row = {
+            "version": found.version,
+            "aliases": " ".join(found.aliases),
+            **metrics,
+            "data": data.strip(),
+            "start": start.strip(),
+            "code": _code_words(found.code, digits=8),
+            "gate": "rolled back" if found.rolled_back else _verdict(found.gate),
+            "registered": found.registered[:16],
+        }
+        rows.append(row)
     return rows
 
 

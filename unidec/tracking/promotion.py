@@ -25,7 +25,7 @@ from unidec.data.file_lock import lock_file
 from unidec.errors import ConfigError, Refused
 from unidec.metric_names import shown
 from unidec.tracking.provenance import is_clean
-from unidec.tracking.registry import HASH_TAG, tracking_to, verify_version
+from unidec.tracking.registry import bundle_hash, tracking_to, verify_version
 from unidec.tracking.store import UnlessMissing, open_client, sqlite_path, tracking_uri
 
 if TYPE_CHECKING:
@@ -236,10 +236,6 @@ def rollback(model_name: str, *, reason: str = "") -> Promotion:
         now = aliases(client, model_name)
         champion = now.get(CHAMPION)
         previous = now.get(PREVIOUS)
-        if is_completed and champion and previous:
-            was_champion = known_version(client, model_name, previous)
-            if ROLLED_BACK[0] in was_champion.tags:
-                return Promotion(model=model_name, version=champion, previous=previous)
         if champion is None or previous is None or champion == previous:
             raise Refused(
                 "there is no earlier champion to go back to",
@@ -247,12 +243,15 @@ def rollback(model_name: str, *, reason: str = "") -> Promotion:
                 got=f"champion {champion}, previous {previous}",
                 fix="unidec models promote VERSION --force accepts any version",
             )
+        before = known_version(client, model_name, previous)
+        if is_completed and ROLLED_BACK[0] in before.tags:
+            return Promotion(model=model_name, version=champion, previous=previous)
         why = f"rollback from version {champion}" + (f": {reason}" if reason else "")
         tags = {
             previous: _record("promoted", why),
             champion: _record("rolled_back", reason),
         }
-        _move(client, known_version(client, model_name, previous), champion, tags)
+        _move(client, before, champion, tags)
         return Promotion(model=model_name, version=previous, previous=champion)
 
 
@@ -284,7 +283,7 @@ def _move(
     """Verify a version and make it champion; `tags`: version number -> tags to set."""
     name = version.name
     number = str(version.version)
-    verify_version(name, number, version.tags.get(HASH_TAG, ""))
+    verify_version(name, number, bundle_hash(version))
     previous = champion or aliases(client, name).get(PREVIOUS)
     pending = json.dumps({"previous": previous, "tags": tags})
     client.set_model_version_tag(name, number, PENDING_TAG, pending)

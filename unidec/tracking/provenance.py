@@ -5,7 +5,6 @@ through their commands.
 from __future__ import annotations
 
 import getpass
-import hashlib
 import json
 import logging
 import os
@@ -20,7 +19,7 @@ from typing import Any
 import yaml
 
 from unidec.config import RESULTS, keys_deciding, load_params, value_at
-from unidec.data.storage import file_sha256
+from unidec.data.storage import file_sha256, text_sha256
 from unidec.errors import ConfigError
 from unidec.tracking.repository import GitError, ask, git, head, is_inside
 from unidec.version import __version__
@@ -191,7 +190,7 @@ def _parameters_sha256(params: Mapping[str, Any], project: Path) -> str:
     values = {key: value_at(params, key) for key in keys_deciding(*RESULTS, warm=True)}
     # a trial's paths are absolute
     text = json.dumps(values, sort_keys=True).replace(f"{project}{os.sep}", "")
-    return hashlib.sha256(text.encode()).hexdigest()
+    return text_sha256(text)
 
 
 def dvc_hash(path: str) -> str | None:
@@ -241,9 +240,9 @@ def _lock() -> dict[str, Any]:
 
 def _entries(stages: Mapping[str, Any], kind: str) -> dict[str, str]:
     """path -> hash of the stages' outputs or dependencies."""
-    found = {}
-    for stage in stages.values():
-        for entry in stage.get(kind, []):
-            if entry.get("md5"):
-                found[entry.get("path", "").rstrip("/")] = entry["md5"]
-    return found
+    return {
+        entry.get("path", "").rstrip("/"): entry["md5"]
+        for stage in stages.values()
+        for entry in stage.get(kind, [])
+        if entry.get("md5")
+    }

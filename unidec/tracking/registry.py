@@ -114,6 +114,11 @@ def find_version(client: MlflowClient, model_name: str, sha256: str) -> ModelVer
     return min(found, key=lambda version: int(version.version), default=None)
 
 
+def bundle_hash(version: ModelVersion) -> str:
+    """The hash of a version's bundle, from its tags; "" without one."""
+    return version.tags.get(HASH_TAG, "")
+
+
 def checked_sha256(bundle_path: Path) -> str:
     """The bundle's hash, after checking every file against its manifest; raises ArtifactError if a
     file is missing or damaged.
@@ -182,8 +187,8 @@ def check_artifacts(experiment: Experiment | None, uri: str) -> None:
     raise ArtifactError(
         "the experiment keeps its files in a folder that no longer exists",
         where=path,
-        got=str(folder),
-        expected=str(path.parent / ARTIFACTS),
+        got=folder,
+        expected=path.parent / ARTIFACTS,
         fix="mount or move it back, or replace its address in the database: docs/servers.md, "
         "'Moving a store'",
     )
@@ -209,10 +214,9 @@ def _log_model(
         return client.create_logged_model(place, "bundle", run_id, dict(tags), own.data.params)
 
     model = find()
-    if model is not None and model.status != "READY":
-        client.delete_logged_model(model.model_id)  # of a killed attempt: MLflow cannot complete it
-        model = None
-    if model is None:
+    if model is None or model.status != "READY":
+        if model is not None:  # of a killed attempt: MLflow cannot complete it
+            client.delete_logged_model(model.model_id)
         model = create_once(find, create)
         try:
             _upload(bundle_path, own, model.model_id, sha256)
@@ -301,14 +305,12 @@ def _check_size(address: str, folder: Path) -> None:
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
     repository = get_artifact_repository(address)
-    folders: list[str | None] = [None]
-    total = 0
-    while folders:
-        for entry in repository.list_artifacts(folders.pop()):
-            total += entry.file_size or 0
-            if entry.is_dir:
-                folders.append(entry.path)
-    check_space(folder, total)
+
+    def size(path: str | None = None) -> int:
+        entries = repository.list_artifacts(path)
+        return sum(size(one.path) if one.is_dir else one.file_size or 0 for one in entries)
+
+    check_space(folder, size())
 
 
 def _unreadable(address: str, error: Exception) -> ArtifactError:

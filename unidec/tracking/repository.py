@@ -81,11 +81,12 @@ def holders(name: str, sha256: str) -> list[str]:
     asked = "".join(f"{commit}:./{name}\n" for commit in commits)
     answer = _bytes(".", "cat-file", "--batch-check=%(objectname)", given=asked.encode())
     blobs = answer.decode().splitlines()
-    found = set()
-    for blob in {blob for blob in blobs if " " not in blob}:  # " missing"
-        text = _bytes(".", "cat-file", "blob", blob)
-        if hashlib.sha256(text).hexdigest() == sha256:
-            found.add(blob)
+    found = {
+        blob
+        for blob in set(blobs)
+        if " " not in blob  # " missing"
+        and hashlib.sha256(_bytes(".", "cat-file", "blob", blob)).hexdigest() == sha256
+    }
     return [commit for commit, blob in zip(commits, blobs, strict=True) if blob in found]
 
 

@@ -8,6 +8,7 @@ not tried again for a hundred times as long as the attempt took: at most 1% of t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -15,12 +16,12 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from unidec.addresses import without_credentials
-from unidec.data.storage import read_json, write_json
+from unidec.data.storage import read_json_object, write_json
 from unidec.tracking.once import create_once
 from unidec.tracking.process_alive import is_alive, this_process
 from unidec.tracking.store import (
@@ -180,14 +181,12 @@ class Tracker:
             return
         target = self._run_dir / UNSENT / (folder or "")
         for path in filter(Path.exists, map(Path, paths)):
-            try:
+            with _warned():
                 target.mkdir(parents=True, exist_ok=True)
                 if path.is_dir():
                     shutil.copytree(path, target, dirs_exist_ok=True)
                 else:
                     shutil.copyfile(path, target / path.name)
-            except OSError as error:
-                log.warning("not recorded for the tracking store: %s", error)
         self.flush()
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
@@ -204,12 +203,10 @@ class Tracker:
         # the line break comes first: a line truncated by a kill does not damage the next
         line = f"\n{json.dumps(entry | {'at': _now_ms()})}".encode()
         path = self._run_dir / LOGGED
-        try:
+        with _warned():
             path.touch(0o600)
             with open(path, "ab", buffering=0) as file:
                 file.write(line)
-        except OSError as error:
-            log.warning("not recorded for the tracking store: %s", error)
 
     def flush(self) -> bool:
         """Send entries that the store has not confirmed; False if some remain for a later flush."""
@@ -270,12 +267,13 @@ class Tracker:
         """
         from mlflow.entities import Dataset, DatasetInput, InputTag, Param, RunTag
 
+        state = self._state
         run_id = run.info.run_id
-        missing = self._state["params"].keys() - run.data.params
-        params = [Param(key, self._state["params"][key]) for key in sorted(missing)]
-        tags = [RunTag(*tag) for tag in self._state["tags"].items()]
+        given = state["params"]
+        params = [Param(key, given[key]) for key in sorted(given.keys() - run.data.params)]
+        tags = [RunTag(*tag) for tag in state["tags"].items()]
         client.log_batch(run_id, params=params, tags=tags)
-        about = dict(self._state["dataset"])
+        about = dict(state["dataset"])
         if about and not (run.inputs and run.inputs.dataset_inputs):
             name = str(about.pop("name"))
             digest = str(about.pop("digest"))[:_DIGEST_LIMIT]
@@ -341,6 +339,15 @@ class Tracker:
         write_json(self._run_dir / STATE, self._state, mode=0o600)
 
 
+@contextlib.contextmanager
+def _warned() -> Iterator[None]:
+    """Turn a failure to write into a warning."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("not recorded for the tracking store: %s", error)
+
+
 def metric_name(name: str) -> str:
     """A metric's name for MLflow, which allows no "@": "P@1" -> "P_at_1"."""
     return name.replace("@", "_at_")
@@ -348,11 +355,7 @@ def metric_name(name: str) -> str:
 
 def tracking_state(run_dir: Path) -> dict[str, Any]:
     """The contents of a training folder's `tracking.json`; {} if it is missing or damaged."""
-    try:
-        state = read_json(run_dir / STATE)
-    except (OSError, ValueError):
-        return {}
-    return state if isinstance(state, dict) else {}
+    return read_json_object(run_dir / STATE)
 
 
 def has_died(run_dir: Path) -> bool:

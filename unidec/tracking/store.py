@@ -57,11 +57,11 @@ log = logging.getLogger(__name__)
 
 def _view_state() -> dict[str, Any]:
     """State of the shared view of the table of runs."""
-    names = [f"test/{name}".replace("@", "_at_") for name in shown("drawn")]
+    names = [*(f"test/{name}" for name in shown("drawn")), "training/minutes"]
     return {
         "orderByKey": "attributes.start_time",
         "orderByAsc": False,
-        "selectedColumns": [f"metrics.`{name}`" for name in (*names, "training/minutes")],
+        "selectedColumns": [f"metrics.`{name}`".replace("@", "_at_") for name in names],
     }
 
 
@@ -189,9 +189,8 @@ def prepare_store(uri: str | None = None) -> str:
         return uri
     if _is_there(path):
         if follow_database(path):
-            own = path.parent / ARTIFACTS
             words = "%s was copied or moved: its files are now in %s; copy them too if missing"
-            log.warning(words, path, own)
+            log.warning(words, path, path.parent / ARTIFACTS)
         return uri
     # the system releases it if its process dies, so it never becomes stale
     with lock_file(Path(f"{path}-lock")):

@@ -106,7 +106,7 @@ def run_checkpoint(name: str, counted: Sequence[Expectation], docs: Path | None)
         )
         frame = pd.DataFrame(numbers)
         run = context.checkpoints.add(checkpoint).run(batch_parameters={"dataframe": frame})
-    results = list(run.run_results.values())
+    results = run.run_results.values()
     if docs is not None:
         _without_network(docs, {result.suite_name: bool(result.success) for result in results})
     return [bool(item.success) for result in results for item in result.results]

@@ -110,13 +110,14 @@ def validate_dataset(
             charts = distributions(tables)
             facts = text_counts(tables, reading)
         passed = run_checkpoint("dataset", results, out / "docs" if docs else None)
+        failed: list[Expectation] = []
+        warned: list[Expectation] = []
         for result, success in zip(results, passed, strict=True):
             result.success = success
             if success:
                 result.samples = []
-        failing = [result for result in results if not result.success]
-        failed = [result for result in failing if result.severity == "critical"]
-        warned = [result for result in failing if result.severity != "critical"]
+            else:
+                (failed if result.severity == "critical" else warned).append(result)
         if find is not None:
             _add_places(failed, find)
         num_rows = (dataset.num_queries, dataset.num_labels, dataset.relevance.nnz)
@@ -126,8 +127,8 @@ def validate_dataset(
             "dataset_sha256": dataset.sha256,
             "text": reading.text,
             "rows": dict(zip(TABLES, num_rows, strict=True)),
-            "failed": [_sentence(result) for result in failed],
-            "warnings": [_sentence(result) for result in warned],
+            "failed": list(map(_sentence, failed)),
+            "warnings": list(map(_sentence, warned)),
             "expectations": list(map(asdict, results)),
         }
         write_json(out / "result.json", verdict)
@@ -247,18 +248,15 @@ def _graded(
     levels = [(0.0, "critical")]
     if check.key:
         limit, severity = limits.limit(check.key)
-        levels = []
-        if severity != "off":
-            levels.append((limit, "critical" if severity == "error" else "warning"))
+        if severity == "off":
+            return
+        levels = [(limit, "critical" if severity == "error" else "warning")]
         if severity == "error" and check.warned_share < limit:
             levels.append((check.warned_share, "warning"))
-    if not levels:
-        return
     table = check.table
+    column = check.column
     order = "query, label" if table == "pairs" else "row"
-    facts = (
-        f"(SELECT *, ({check.bad})::DOUBLE AS bad FROM {table} WHERE {check.column} IS NOT NULL)"
-    )
+    facts = f"(SELECT *, ({check.bad})::DOUBLE AS bad FROM {table} WHERE {column} IS NOT NULL)"
     counts = f"SELECT coalesce(avg(bad), 0), count(*) FILTER (bad > 0), count(*) FROM {facts}"
     value, count, of = one_row(tables, counts)
     select = f"SELECT * FROM {facts} WHERE bad > 0 ORDER BY bad DESC, {order} LIMIT {MAX_SAMPLES}"
@@ -266,8 +264,8 @@ def _graded(
     for share, level in levels:
         yield Expectation(
             table=table,
-            column=check.column,
-            description=f"{check.what}: {_at_most(share)}{' on average' if check.mean else ''}",
+            column=column,
+            description=f"{check.what}: {_at_most(share)}{' on average' * check.mean}",
             key=f"validation.{check.key}" if check.key else None,
             fix=fix,
             maximum=share,
@@ -275,7 +273,7 @@ def _graded(
             unexpected_count=0 if check.mean else count,
             element_count=0 if check.mean else of,
             observed=value,
-            samples=[_sample(row, check.column, dataset) for row in rows],
+            samples=[_sample(row, column, dataset) for row in rows],
         )
 
 
@@ -289,22 +287,21 @@ def _at_most(share: float) -> str:
 
 def _sample(record: dict[str, Any], column: str, dataset: XMCDataset) -> dict[str, Any]:
     """A bad row with its uid."""
+    value = record[column]
     if "uid" in record:
-        return {"row": record["row"], "uid": record["uid"], "value": record[column]}
+        return {"row": record["row"], "uid": record["uid"], "value": value}
     query = record["query"]
     uid = dataset.query_uids([query])[0]
-    return {"query": query, "label": record["label"], "uid": uid, "value": record[column]}
+    return {"query": query, "label": record["label"], "uid": uid, "value": value}
 
 
 def _sentence(result: Expectation) -> str:
-    parts = [f"{result.table}: {result.description}"]
-    count = result.unexpected_count
-    if count:
-        parts.append(f"found {count:,} of {result.element_count:,}")
+    found = "found none"
+    if count := result.unexpected_count:
+        found = f"found {count:,} of {result.element_count:,}"
     elif result.column:
-        parts.append(f"found {result.observed:.1%}")
-    else:
-        parts.append("found none")
+        found = f"found {result.observed:.1%}"
+    parts = [f"{result.table}: {result.description}", found]
     if result.samples:
         places = map(_place, result.samples[:3])
         parts.append(f"for example {', '.join(places)}")
@@ -316,8 +313,9 @@ def _sentence(result: Expectation) -> str:
 
 
 def _place(sample: dict[str, Any]) -> str:
+    place = "query {query}, label {label}"
     if "row" in sample:
-        place = f"row {sample['row']} ({sample['uid']})"
-    else:
-        place = f"query {sample['query']}, label {sample['label']}"
-    return f"{sample['at']}, {place}" if "at" in sample else place
+        place = "row {row} ({uid})"
+    if "at" in sample:
+        place = f"{{at}}, {place}"
+    return place.format(**sample)

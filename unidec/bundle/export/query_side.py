@@ -94,25 +94,26 @@ def export_onnx(
             expected=MAX_BYTES,
         )
     graph = QueryGraph(bundle, score)
-    meta = {"outputs": graph.outputs, **facts(bundle, score)}
+    outputs = graph.outputs
+    length = model.max_length
+    meta = {"outputs": outputs, **facts(bundle, score)}
     with write_folder(folder, ONNX, VERSION, meta, num_bytes=size) as out:
         file = out.path / "model.onnx"
-        export_graph(graph, file, graph.outputs)
+        export_graph(graph, file, outputs)
         size = file.stat().st_size
         # includes truncation and padding, so that `encode_batch` returns valid inputs of the model
-        source = load_tokenizer(model.tokenizer_folder, model.max_length)
+        source = load_tokenizer(model.tokenizer_folder, length)
         tokenizer = Tokenizer.from_file(str(source.file))
-        tokenizer.enable_truncation(model.max_length, direction=source.truncation_side)
+        tokenizer.enable_truncation(length, direction=source.truncation_side)
         pad_token = tokenizer.id_to_token(source.pad_id)
         tokenizer.enable_padding(pad_id=source.pad_id, pad_token=pad_token)
         tokenizer.save(str(out.path / "tokenizer.json"))
-        config = meta | {"max_length": model.max_length, "opset": OPSET}
-        write_json(out.path / "config.json", config)
-        write_readme(out.path, bundle, score, graph.outputs, OPSET)
+        write_json(out.path / "config.json", meta | {"max_length": length, "opset": OPSET})
+        write_readme(out.path, bundle, score, outputs, OPSET)
     return {
         "head": score.space,
         "width": score.shape[1],
-        "outputs": graph.outputs,
+        "outputs": outputs,
         "opset": OPSET,
         "bytes": size,
         "output": str(folder),
@@ -132,9 +133,7 @@ class QueryGraph(nn.Module):
         self.model = model
         self.score = score
         self.clf_normalize = bundle.info.clf_normalize
-        self.transformer = None
-        if model.encoder.transformer is not None:
-            self.transformer = TransformerGraph(model.encoder)
+        self.transformer = model.encoder.transformer and TransformerGraph(model.encoder)
         self.heads = ["de", "clf"] if model.heads == "both" else [model.heads]
         self.outputs = [*self.heads, "vector"]
 
@@ -286,15 +285,20 @@ def export_sentence_transformers(
         got = "both heads side by side"
         fix = "--head de or clf exports one head"
     if got:
-        what = "modules of sentence-transformers cannot express this encoder"
-        raise ConfigError(what, where=bundle.path, got=got, fix=fix)
+        raise ConfigError(
+            "modules of sentence-transformers cannot express this encoder",
+            where=bundle.path,
+            got=got,
+            fix=fix,
+        )
     check_replaceable(Path(folder))
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
-        what = f"sentence-transformers cannot be imported: {error}"
-        fix = "pip install 'unidec-xmc[bench]'"
-        raise ConfigError(what, fix=fix) from error
+        raise ConfigError(
+            f"sentence-transformers cannot be imported: {error}",
+            fix="pip install 'unidec-xmc[bench]'",
+        ) from error
 
     settings = model.encoder_settings
     modules = _modules(bundle, score)
@@ -310,11 +314,10 @@ def export_sentence_transformers(
         pipeline.save(str(out.path), create_model_card=False)
         _keep_load_options(out.path, _load_options(encoder.transformer))
         write_readme(out.path, bundle, score)
-    names = [type(module).__name__ for module in modules]
     return {
         "head": score.space,
         "width": score.shape[1],
-        "modules": names,
+        "modules": [type(module).__name__ for module in modules],
         "output": str(folder),
     }
 
@@ -326,18 +329,19 @@ def _modules(bundle: Bundle, score: Heads) -> list[nn.Module]:
     model = bundle.model
     encoder = model.encoder
     normalize = Normalize()
-    assert encoder.transformer is not None
-    transformer: Any = encoder.transformer.transformer
+    pooled = encoder.transformer
+    assert pooled is not None
+    transformer: Any = pooled.transformer
     modules = [
         _transformer(model, transformer),
         Pooling(transformer.config.hidden_size, FROM_HERE[encoder.settings.pooling]),
     ]
     modules += [
         _dense(layer.linear.weight.detach(), layer.linear.bias, layer.activation)
-        for layer in encoder.transformer.behind
+        for layer in pooled.behind
     ]
-    width = encoder.transformer.width
-    full_width = encoder.transformer.full_width
+    width = pooled.width
+    full_width = pooled.full_width
     if width < full_width:  # the library's truncate_dim would cut the head's output instead
         modules.append(_dense(torch.eye(full_width)[:width], None, nn.Identity()))
     if encoder.unit_vectors:
@@ -370,9 +374,9 @@ def _dense(weight: Tensor, bias: Tensor | None, activation: nn.Module) -> nn.Mod
     from sentence_transformers.base.modules import Dense
 
     width_out, width_in = weight.shape
-    has_bias = bias is not None
-    layer = Dense(width_in, width_out, bias=has_bias, activation_function=activation)
-    layer.linear.load_state_dict({"weight": weight} | ({"bias": bias} if has_bias else {}))
+    state = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    layer = Dense(width_in, width_out, bias="bias" in state, activation_function=activation)
+    layer.linear.load_state_dict(state)
     return layer
 
 
@@ -383,10 +387,11 @@ def _transformer(model: UniDEC, transformer: Any) -> nn.Module:
     from sentence_transformers.base.modules import Transformer
     from transformers import PreTrainedTokenizerFast
 
-    source = load_tokenizer(model.tokenizer_folder, model.max_length)
+    length = model.max_length
+    source = load_tokenizer(model.tokenizer_folder, length)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(
         source.file.parent,
-        model_max_length=model.max_length,
+        model_max_length=length,
         padding_side="right",
         truncation_side=source.truncation_side,
         model_input_names=["input_ids", "attention_mask"],
@@ -397,7 +402,7 @@ def _transformer(model: UniDEC, transformer: Any) -> nn.Module:
         transformer.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         options = _load_options(model.encoder.transformer)
-        return Transformer(folder, max_seq_length=model.max_length, model_kwargs=options)
+        return Transformer(folder, max_seq_length=length, model_kwargs=options)
 
 
 def _load_options(encoder: Any) -> dict[str, bool]:

@@ -17,10 +17,11 @@ import pyarrow as pa
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import LABEL_SCHEMA
 from unidec.data.chunks import blocks
-from unidec.data.storage import read_json, write_file
+from unidec.data.storage import MANIFEST, read_json_object, write_file
 from unidec.errors import ConfigError, DataError
 from unidec.progress import Progress, progress
 from unidec.ranking.heads import Heads
+from unidec.text_page import render_text
 
 ExportFacts = dict[str, str | int | list[str]]  # facts about the written files, by name
 BLOCK_BYTES = 32 << 20  # size of the rows held in memory at once, and of a Parquet row group
@@ -63,13 +64,8 @@ def write_readme(
     """Write README.md, which describes an exported folder and how to load it; `outputs` names the
     outputs of its ONNX graph.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    pages = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined)
-    text = pages.get_template("readme.md.jinja").render(
-        bundle=bundle, score=score, outputs=outputs, opset=opset
-    )
-    (folder / "README.md").write_text(text + "\n", encoding="utf-8")
+    text = render_text("export.md", bundle=bundle, score=score, outputs=outputs, opset=opset)
+    (folder / "README.md").write_text(f"{text}\n", encoding="utf-8")
 
 
 def check_replaceable(folder: Path) -> None:
@@ -80,10 +76,7 @@ def check_replaceable(folder: Path) -> None:
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
-    try:
-        kind = read_json(folder / "manifest.json").get("kind")
-    except (OSError, ValueError, AttributeError):
-        kind = None
+    kind = read_json_object(folder / MANIFEST).get("kind")
     if kind not in ("sentence-transformers", "onnx-export"):
         raise ConfigError(
             "the folder exists and is not an earlier export",

@@ -26,7 +26,7 @@ from packaging.requirements import Requirement
 from unidec.comparison.peers import PEERS
 from unidec.data.dataset import Text, XMCDataset
 from unidec.data.raw import SPLITS
-from unidec.data.storage import write_json
+from unidec.data.storage import read_json, write_json
 from unidec.errors import ArtifactError, DataError, TrainingError
 from unidec.evaluation.baselines import fit_words, rank, top_rows, width_of
 
@@ -93,7 +93,7 @@ def features(
     if not sizes["train"] or not sizes["test"]:
         raise DataError(
             "an empty split",
-            where=str(dataset.path),
+            where=dataset.path,
             got=sizes,
             expected="training and test queries",
         )
@@ -132,22 +132,20 @@ def _tfidf(
 ) -> tuple[NDArray[np.int64], dict[str, Any]]:
     import sklearn
 
-    y_ML = matrices["Y.train"]
-    train_MF = matrices["X.train"]
-    label_LF = matrices["X.labels"]
     start = time.perf_counter()
     labels = rank(
-        train_MF=train_MF,
-        relevance_ML=y_ML,
-        label_LF=label_LF,
+        train_MF=matrices["X.train"],
+        relevance_ML=matrices["Y.train"],
+        label_LF=matrices["X.labels"],
         query_nF=matrices["X.test"],
         methods=[name],
         width=width,
         desc=name,
     )[name]
     seconds = time.perf_counter() - start
-    votes = train_MF.nnz + y_ML.nnz
-    stored = {"knn": votes, "label-match": label_LF.nnz, "mix": votes + label_LF.nnz}
+    votes = matrices["X.train"].nnz + matrices["Y.train"].nnz
+    match = matrices["X.labels"].nnz
+    stored = {"knn": votes, "label-match": match, "mix": votes + match}
     return labels, {
         "train_seconds": 0.0,
         "search_ms": 1000 * seconds / len(labels),
@@ -166,12 +164,12 @@ def _scripted(
     arguments = [str(TASK.absolute()), str(OUT.absolute()), given]
     run_script([*start_command(script), *arguments], settings["threads"])
     try:
-        facts = json.loads((OUT / "facts.json").read_text(encoding="utf-8"))
+        facts = read_json(OUT / "facts.json")
         scores = sp.csr_matrix(sp.load_npz(OUT / "test.npz"))
     except (OSError, ValueError) as error:
         raise TrainingError(
             f"the peer {name} ended without readable predictions",
-            where=str(LOG.absolute()),
+            where=LOG.absolute(),
             got=error,
             fix="read this log, then run it again",
         ) from error
@@ -233,7 +231,7 @@ def run_script(command: Sequence[str], threads: int) -> None:
     if ended.returncode:
         raise TrainingError(
             "the peer's script failed",
-            where=str(LOG.absolute()),
+            where=LOG.absolute(),
             got=f"exit code {ended.returncode}: {last_lines(LOG)}",
             fix="read this log, then run it again",
         )
@@ -244,5 +242,5 @@ def last_lines(log: Path) -> str:
     if not log.is_file():
         return ""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    last = [line.strip() for line in lines[-8:] if line.strip()]
+    last = filter(None, map(str.strip, lines[-8:]))
     return " | ".join(last)[-800:]

@@ -123,9 +123,10 @@ def find_rows(
 
 def _places(source: Source, table: pa.Table, uids: Sequence[str], at: Places) -> dict[str, str]:
     """`file:line` of the uids that are in a table."""
-    rows = source.rows_of(pa.chunked_array([uids], pa.large_string()), table["uid"])
+    given = pa.chunked_array([uids], pa.large_string())
+    rows = source.rows_of(given, table["uid"])
     known = np.flatnonzero(rows >= 0)
-    return dict(zip([uids[place] for place in known.tolist()], at(rows[known]), strict=True))
+    return dict(zip(given.take(known).to_pylist(), at(rows[known]), strict=True))
 
 
 def check_folder(path: str | os.PathLike[str]) -> Path:
@@ -133,20 +134,22 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
     read it.
     """
     root = Path(path)
+    what = "no such folder"
     fix = "set data.path to the folder with the raw files"
     if root.is_dir():
         if os.access(root, os.R_OK | os.X_OK):
             return root
+        what = "the folder cannot be read"
         fix = "run as its owner, or give it to this user (chown -R)"
-        raise DataError("the folder cannot be read", where=root, fix=fix)
-    if root.exists():
-        raise DataError("not a folder", where=root, fix=fix)
-    siblings = [path.name for path in root.parent.glob("*/")]
-    if Path(f"{root}.dvc").is_file():
+    elif root.exists():
+        what = "not a folder"
+    elif Path(f"{root}.dvc").is_file():
         fix = f"dvc pull {root}.dvc"
-    elif nearest := difflib.get_close_matches(root.name, siblings, n=1):
-        fix += f"; nearest: {root.parent / nearest[0]}"
-    raise DataError("no such folder", where=root, fix=fix)
+    else:
+        siblings = [path.name for path in root.parent.glob("*/")]
+        if nearest := difflib.get_close_matches(root.name, siblings, n=1):
+            fix += f"; nearest: {root.parent / nearest[0]}"
+    raise DataError(what, where=root, fix=fix)
 
 
 def _read(
@@ -172,10 +175,11 @@ def _read(
 
 def _detect(root: Path) -> str:
     """The layout of the files in a folder."""
-    fitting = []
-    for name, layout in LAYOUTS.items():
-        if all(folder.present(root, part) for part in layout.needs):
-            fitting.append(name)
+    fitting = [
+        name
+        for name, layout in LAYOUTS.items()
+        if all(folder.present(root, part) for part in layout.needs)
+    ]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:

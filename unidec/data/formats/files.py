@@ -180,10 +180,10 @@ class Source:
     def texts(self, path: Path, first: int = 0) -> pa.Table:
         """The lines of a file as titles; their uids are row numbers from `first`."""
         report = self.report(path)
-        lines = read_lines(path, self.bounds)
-        texts = (decode(line, number, report).removesuffix("\r") for number, line in lines)
-
-        rows = ((str(row), text, "") for row, text in enumerate(texts, first))
+        rows = (
+            (str(row), decode(line, number, report).removesuffix("\r"), "")
+            for row, (number, line) in enumerate(read_lines(path, self.bounds), first)
+        )
         return table_on_disk(text_blocks(rows, TEXT_SCHEMA), TEXT_SCHEMA, self.scratch)
 
     def numbers(self, dtype: npt.DTypeLike) -> Numbers:
@@ -242,8 +242,9 @@ class Pairs:
         are recorded and left out.
         """
         is_filter = self.value_P is None
-        query = f"query BETWEEN 0 AND {shape[0] - 1}"
-        label = f"label BETWEEN 0 AND {shape[1] - 1}"
+        last_query, last_label = (size - 1 for size in shape)
+        query = f"query BETWEEN 0 AND {last_query}"
+        label = f"label BETWEEN 0 AND {last_label}"
         value = "value > 0 AND isfinite(value)"
         good = f"FROM pairs WHERE {query} AND {label} AND {value}"
         given = self.given or (self.query_P, self.label_P, self.value_P)
@@ -257,9 +258,9 @@ class Pairs:
 
             if not self.given:
                 of = "filter pair with a " if is_filter else ""
-                kind = f"{of}label index outside 0..{shape[1] - 1}"
+                kind = f"{of}label index outside 0..{last_label}"
                 note(kind, f"FROM pairs WHERE NOT ({label})", "label {}", self.label_P)
-                kind = f"{of}query row outside 0..{shape[0] - 1}"
+                kind = f"{of}query row outside 0..{last_query}"
                 note(kind, f"FROM pairs WHERE NOT ({query})", "query {}", self.query_P)
             if not is_filter:
                 kind = "relevance that is not a positive number"
@@ -297,7 +298,7 @@ def read_sparse_text(source: Source, path: Path, shape: tuple[int, int]) -> Pair
     report = source.report(path)
     lines = read_lines(path, source.bounds)
     _, header = next(lines, (1, b""))
-    _check_header(f"{path}:1", header.decode("utf-8", "replace").split(), shape)
+    _check_header(f"{path}:1", " ".join(header.decode("utf-8", "replace").split()), shape)
     queries = source.numbers(np.int32)
     labels = source.numbers(np.int64)
     values = source.numbers(np.float64)
@@ -332,17 +333,18 @@ def read_sparse_text(source: Source, path: Path, shape: tuple[int, int]) -> Pair
     )
 
 
-def _check_header(where: str, head: list[str], shape: tuple[int, int]) -> None:
-    if head == [str(number) for number in shape]:
+def _check_header(where: str, head: str, shape: tuple[int, int]) -> None:
+    wanted = " ".join(map(str, shape))
+    if head == wanted:
         return
     what = "row counts differ: the header does not match the texts"
-    if not re.fullmatch(r"[0-9]+ [0-9]+", " ".join(head)):
+    if not re.fullmatch(r"[0-9]+ [0-9]+", head):
         what = "not a header `N L`"
     raise DataError(
         what,
         where=where,
-        got=repr(" ".join(head)[:60]),
-        expected=f"{shape[0]} {shape[1]}: queries and labels, as the text files have",
+        got=repr(head[:60]),
+        expected=f"{wanted}: queries and labels, as the text files have",
     )
 
 

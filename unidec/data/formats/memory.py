@@ -112,10 +112,9 @@ def _text_table(
         else:
             named = [("text", listed(given, what))]
     if "id" not in dict(named):
+        uids = list(range(len(named[0][1]) if named else 0))
         if isinstance(given, pd.DataFrame | pd.Series):
             uids = _index_uids(given.index, what)
-        else:
-            uids = list(range(len(named[0][1]) if named else 0))
         named = [("id", uids), *named]
     elif isinstance(given, pd.DataFrame):
         _refuse_named_index(given, what)
@@ -267,8 +266,7 @@ def _table(
     allowed = [*columns[0], *columns[1]]
     check_columns(names, *columns, where=what)
     check_names(names, allowed, what)
-    unknown = ", ".join(name for name in names if name not in allowed)
-    if unknown:
+    if unknown := ", ".join(name for name in names if name not in allowed):
         raise DataError(
             "unknown columns",
             where=what,
@@ -296,11 +294,11 @@ def _rows(
     for place, values in enumerate(rows):
         row = {}
         for name, given in zip(names, values, strict=True):
-            row[name] = _plain(given)
-            fault = _fault(name, row[name])
-            if fault:
+            value = _plain(given)
+            if fault := _fault(name, value):
                 source.note(fault, f"{what}:{place}", repr(given)[:80])
-                row[name] = ""
+                value = ""
+            row[name] = value
         yield place, row
 
 

@@ -135,10 +135,24 @@ def join_tables(
         rows = np.flatnonzero(split_N == number)
         if rows.size or split == "train":
             source.queries_at[split] = places_of(queries.at, rows)
-            raw.queries[split] = take_texts(query_texts, rows, source.scratch)
-            raw.relevance[split] = take_pairs(relevance, rows, source.scratch)
-            raw.filter_pairs[split] = take_pairs(filter_pairs, rows, source.scratch)
+            _add_split(raw, split, rows, (query_texts, relevance, filter_pairs), source.scratch)
     return raw
+
+
+def _add_split(
+    raw: RawData,
+    split: str,
+    rows: np.ndarray,
+    parts: tuple[pa.Table, csr_matrix, csr_matrix],
+    scratch: Path | None,
+) -> None:
+    """Add the rows of a split to a data set; `parts`: texts, pairs and filter pairs of all
+    queries.
+    """
+    texts, relevance, filter_pairs = parts
+    raw.queries[split] = take_texts(texts, rows, scratch)
+    raw.relevance[split] = take_pairs(relevance, rows, scratch)
+    raw.filter_pairs[split] = take_pairs(filter_pairs, rows, scratch)
 
 
 def _read_beir(source: Source) -> RawData:
@@ -150,6 +164,7 @@ def _read_beir(source: Source) -> RawData:
     label_texts = corpus.texts(source, "label", columns)
     query_texts = queries.texts(source, "query", columns)
     raw = RawData(source.root.name, {}, label_texts, {}, {})
+    shape = (queries.num_rows, corpus.num_rows)
     for split, file in QRELS.items():
         path = source.need(file) if split == "train" else source.find(file)
         if path is None:
@@ -157,11 +172,9 @@ def _read_beir(source: Source) -> RawData:
         table = read_table(source, path, ("query-id", "corpus-id", "score"))
         pairs = table.pairs(source, query_texts, label_texts)
         rows = np.unique(pairs.query_P[pairs.query_P >= 0])
-        relevance = pairs.matrix((queries.num_rows, corpus.num_rows), zero_is_no_pair=True)
+        parts = (query_texts, pairs.matrix(shape, True), csr_matrix(shape, dtype=bool))
         source.queries_at[split] = places_of(queries.at, rows)
-        raw.queries[split] = take_texts(query_texts, rows, source.scratch)
-        raw.relevance[split] = take_pairs(relevance, rows, source.scratch)
-        raw.filter_pairs[split] = csr_matrix((len(rows), corpus.num_rows), dtype=bool)
+        _add_split(raw, split, rows, parts, source.scratch)
     return raw
 
 
@@ -193,8 +206,7 @@ def read_table(
 
     def check(names: list[str]) -> None:
         check_columns(names, needed, optional, f"{path}:1")
-        unused = ", ".join(name for name in names if name not in wanted)
-        if unused:
+        if unused := ", ".join(name for name in names if name not in wanted):
             used = ", ".join(wanted)
             say(f"{path.name}: columns that are not used: {unused} (used: {used})")
 
@@ -208,12 +220,8 @@ def check_columns(
     """Raise a DataError if a needed column is missing."""
     missing = [column for column in needed if column not in names]
     if missing:
-        raise columns_missing(
-            where,
-            names,
-            missing,
-            ", ".join(needed) + "".join(f" [, {column}]" for column in optional),
-        )
+        expected = ", ".join(needed) + "".join(f" [, {column}]" for column in optional)
+        raise columns_missing(where, names, missing, expected)
 
 
 def table_of(
@@ -229,33 +237,9 @@ def table_of(
     """
     needed, optional = columns[0], set(columns[1])
     wanted = [*needed, *columns[1]]
-    cells = _Cells(source, name, needed)
     present = set(needed)
 
-    def numbered_texts() -> Iterator[tuple[Any, ...]]:
-        for line, row in rows:
-            look(row, line)
-            present.update(row.keys() & optional)
-            yield line, *[cells.text(row, column, line) for column in wanted]
-            del row  # free it before the next row, which may be large, is read
-
-    texts = [(column, pa.large_string()) for column in wanted]
-    schema = pa.schema([("", pa.int64()), *texts])  # the first column is the line
-    table = table_on_disk(text_blocks(numbered_texts(), schema), schema, source.scratch)
-    columns_present = {column: table[column] for column in wanted if column in present}
-    at = places_in(name, lambda chosen: table[0].take(pa.array(chosen)).to_numpy())
-    return Table(at, columns_present, table.num_rows)
-
-
-@dataclass(frozen=True)
-class _Cells:
-    """Reads cells of a table as texts; invalid cells are recorded in the source."""
-
-    source: Source
-    name: str
-    needed: Sequence[str]
-
-    def text(self, row: dict[str, Any], column: str, line: int) -> str:
+    def text(row: dict[str, Any], column: str, line: int) -> str:
         """A cell as text. If it is not a string or number, or is required but missing, an error is
         recorded and "" returned.
 
@@ -267,17 +251,31 @@ class _Cells:
             return value  # type: ignore[return-value]
         if kind in (int, float) and value == value:
             return str(value)
+        place = f"{name}:{line}"
         if value is not None and kind is not float:
-            place = f"{self.name}:{line}"
-            self.source.note(f"{column} is not a text", place, kind.__name__)
-            self.source.advise(no_text(value))
+            source.note(f"{column} is not a text", place, kind.__name__)
+            source.advise(no_text(value))
         # for an empty row an error is already recorded: it is not a JSON object
-        elif column in self.needed and row:
+        elif column in needed and row:
             names = list(map(str, row))
-            self.source.note(f"no {column}", f"{self.name}:{line}", ", ".join(names)[:80])
+            source.note(f"no {column}", place, ", ".join(names)[:80])
             if column not in row and (fix := names_like(names, [column])):
-                self.source.advise(fix)
+                source.advise(fix)
         return ""
+
+    def numbered_texts() -> Iterator[tuple[Any, ...]]:
+        for line, row in rows:
+            look(row, line)
+            present.update(row.keys() & optional)
+            yield line, *[text(row, column, line) for column in wanted]
+            del row  # free it before the next row, which may be large, is read
+
+    texts = [(column, pa.large_string()) for column in wanted]
+    schema = pa.schema([("", pa.int64()), *texts])  # the first column is the line
+    table = table_on_disk(text_blocks(numbered_texts(), schema), schema, source.scratch)
+    columns_present = {column: table[column] for column in wanted if column in present}
+    at = places_in(name, lambda chosen: table[0].take(pa.array(chosen)).to_numpy())
+    return Table(at, columns_present, table.num_rows)
 
 
 def _note_unknown(
@@ -337,13 +335,8 @@ def _split_numbers(table: Table, source: Source) -> np.ndarray:
     numbers = pc.index_in(names, value_set=pa.array(SPLITS, pa.large_string()))
     number_N = pc.fill_null(numbers, -1).to_numpy(zero_copy_only=False).astype(np.int8)
     unknown = np.flatnonzero(number_N < 0)
-    source.note_rows(
-        "split that is not train, validation or test",
-        table.at,
-        unknown,
-        "'{}'",
-        names,
-    )
+    kind = "split that is not train, validation or test"
+    source.note_rows(kind, table.at, unknown, "'{}'", names)
     return number_N
 
 

@@ -56,9 +56,7 @@ def _read(
     Raises:
         DataError: the file of training queries is missing, or a split has pairs but no queries.
     """
-    queries = {}
-    relevance = {}
-    filters = {}
+    raw = RawData(source.root.name, {}, labels, {}, {})
     first = 0
     for split, short in SHORT.items():
         names = _named(files, short)
@@ -67,21 +65,21 @@ def _read(
         if path is None:
             _check_no_pairs(source, names, [*filter_names, *_named(pairs, short)])
             continue
-        queries[split], source.queries_at[split], positives = read_split(path, short, first)
-        shape = (queries[split].num_rows, labels.num_rows)
-        relevance[split] = positives.matrix(shape)
-        filters[split] = csr_matrix(shape, dtype=bool)
-        if path := source.find(*filter_names):
-            filters[split] = read_filter_text(source, path).matrix(shape)
+        raw.queries[split], source.queries_at[split], positives = read_split(path, short, first)
+        shape = (raw.queries[split].num_rows, labels.num_rows)
+        raw.relevance[split] = positives.matrix(shape)
+        path = source.find(*filter_names)
+        raw.filter_pairs[split] = (
+            read_filter_text(source, path).matrix(shape) if path else csr_matrix(shape, dtype=bool)
+        )
         first += shape[0]
-    return RawData(source.root.name, queries, labels, relevance, filters)
+    return raw
 
 
 def _check_no_pairs(source: Source, queries: Sequence[str], pairs: Sequence[str]) -> None:
     """Raise a DataError if a file of pairs exists although these query files do not."""
     for name in pairs:
-        path = source.find(name)
-        if path is not None:
+        if path := source.find(name):
             raise DataError(
                 "pairs of queries that are missing",
                 where=path,
@@ -151,8 +149,9 @@ def _targets(item: dict[str, Any]) -> Sequence[tuple[int, float]]:
         first = error.errors()[0]
         if first["type"] == "missing":
             raise ValueError("no target_ind (use [] for a query without labels)") from error
-        kind = "whole numbers" if first["loc"][0] == "target_ind" else "numbers"
-        raise ValueError(f"{first['loc'][0]} is not a list of {kind}") from error
+        key = first["loc"][0]
+        kind = "whole numbers" if key == "target_ind" else "numbers"
+        raise ValueError(f"{key} is not a list of {kind}") from error
     labels = found.target_ind
     values = [1.0] * len(labels) if found.target_rel is None else found.target_rel
     if len(labels) != len(values):
