@@ -13,7 +13,7 @@ from helpers import golden
 from torch.utils._python_dispatch import _disable_current_modes
 
 from unidec.config import load_params, parse_overrides, recipe_names, to_yaml
-from unidec.data.storage import read_json_lines
+from unidec.data.json_file import read_json_lines
 from unidec.data.tokens import encode_texts
 from unidec.model import soft_topk
 from unidec.model.first_rows import start_table

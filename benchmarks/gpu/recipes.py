@@ -22,7 +22,8 @@ from bench import RESULTS, machine, table
 from unidec.comparison import cell
 from unidec.comparison.workspace import Comparison, Step, load_comparison, select, steps_of
 from unidec.config import parse_overrides, with_settings
-from unidec.data.storage import read_json_lines, write_bytes_atomic
+from unidec.data.json_file import read_json_lines
+from unidec.data.storage import write_bytes_atomic
 from unidec.errors import TrainingError
 
 FILE = "comparison/minilm.yaml"

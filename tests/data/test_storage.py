@@ -17,6 +17,7 @@ import pytest
 from helpers.hostile_files import write_sealed
 
 from unidec.data import storage
+from unidec.data.json_file import read_json_lines
 from unidec.data.storage import (
     file_sha256,
     folder_sha256,
@@ -297,8 +298,8 @@ def test_a_damaged_line_of_records_is_named(tmp_path, damage):
     path = tmp_path / "history.jsonl"
     path.write_bytes(b'{"step": 1}\n' + damage + b'\n{"step": 2}\n')
     with pytest.raises(ArtifactError, match="a damaged line") as caught:
-        storage.read_json_lines(path)
+        read_json_lines(path)
     assert caught.value.where == f"{path}:2"
     assert "remove this line" in caught.value.fix
     path.write_bytes(b'{"step": 1}\n' + damage)  # cut off by a kill
-    assert storage.read_json_lines(path) == [{"step": 1}]
+    assert read_json_lines(path) == [{"step": 1}]

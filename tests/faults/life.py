@@ -23,7 +23,8 @@ from helpers.label_targets import soft_targets
 
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset
-from unidec.data.storage import read_json_lines, write_bytes_atomic
+from unidec.data.json_file import read_json_lines
+from unidec.data.storage import write_bytes_atomic
 from unidec.data.tokens import TokenCache
 from unidec.training import trainer as module
 

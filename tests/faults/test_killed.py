@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from unidec.data.storage import read_json_lines
+from unidec.data.json_file import read_json_lines
 from unidec.training.checkpoint import load_checkpoint
 
 LIFE = Path(__file__).with_name("life.py")

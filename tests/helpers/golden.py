@@ -26,8 +26,8 @@ from scipy.sparse import csr_matrix
 
 from unidec.config import Params, load_params, recipe_names
 from unidec.data.dataset import XMCDataset, write_dataset
+from unidec.data.json_file import read_json_lines
 from unidec.data.raw import RawData
-from unidec.data.storage import read_json_lines
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.methods.teacher import TeacherVectors
 from unidec.methods.word_teacher import WordTargets

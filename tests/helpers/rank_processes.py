@@ -464,8 +464,8 @@ def train(ranks: Any, folder: Path, cases: dict[str, Any], steps: int) -> dict[s
     The folder holds dataset/, queries/, labels/, graph/ and bert/ without dropout.
     """
     from unidec.data.dataset import XMCDataset
+    from unidec.data.json_file import read_json_lines
     from unidec.data.label_graph import load_label_graph
-    from unidec.data.storage import read_json_lines
     from unidec.data.tokens import TokenCache
     from unidec.training import trainer as module
 

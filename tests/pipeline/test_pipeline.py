@@ -25,7 +25,8 @@ from unidec import pipeline
 from unidec.bundle.bundle import Bundle
 from unidec.config import Params, recorded
 from unidec.data.dataset import XMCDataset
-from unidec.data.storage import folder_sha256, read_json_lines, read_manifest
+from unidec.data.json_file import read_json_lines
+from unidec.data.storage import folder_sha256, read_manifest
 from unidec.errors import ConfigError
 from unidec.evaluation.metrics import by_query
 from unidec.metric_names import headline

@@ -18,8 +18,9 @@ from helpers.tiny_training import tiny_params
 
 from unidec import pipeline
 from unidec.config import Params
+from unidec.data.json_file import read_json_lines
 from unidec.data.raw import RawData
-from unidec.data.storage import read_json_lines, read_manifest
+from unidec.data.storage import read_manifest
 from unidec.errors import ConfigError, Stopped, TrainingError
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import paths, runs, training

@@ -16,8 +16,9 @@ from helpers.tiny_training import tiny_params
 from unidec import pipeline
 from unidec.bundle.bundle import Bundle
 from unidec.data.dataset import XMCDataset
+from unidec.data.json_file import read_json_lines
 from unidec.data.label_graph import load_label_graph
-from unidec.data.storage import read_json_lines, read_manifest
+from unidec.data.storage import read_manifest
 from unidec.model.unidec import UniDEC
 from unidec.pipeline import paths
 from unidec.pipeline.ranking import Ranking, validation_metrics

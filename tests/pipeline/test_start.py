@@ -25,8 +25,9 @@ from unidec.bundle.bundle import Bundle
 from unidec.bundle.label_change import LabelChange, with_labels
 from unidec.config import Params
 from unidec.data.dataset import XMCDataset, write_dataset
+from unidec.data.json_file import read_json_lines
 from unidec.data.raw import RawData
-from unidec.data.storage import read_json_lines, read_manifest
+from unidec.data.storage import read_manifest
 from unidec.errors import ArtifactError, ConfigError
 from unidec.pipeline import launch, paths, seen, start, training
 from unidec.pipeline.start import (

@@ -15,7 +15,8 @@ from helpers.tiny_training import tiny_params
 from unidec import pipeline
 from unidec.bundle.bundle import Bundle
 from unidec.data.dataset import XMCDataset, write_dataset
-from unidec.data.storage import read_json, read_json_lines
+from unidec.data.json_file import read_json_lines
+from unidec.data.storage import read_json
 from unidec.errors import ArtifactError, ConfigError
 from unidec.pipeline import (
     data_sizes,

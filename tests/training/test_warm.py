@@ -15,8 +15,9 @@ from helpers.trainings import train_to_the_end, weights
 from scipy.sparse import csr_matrix
 
 from unidec.data.dataset import write_dataset
+from unidec.data.json_file import read_json_lines
 from unidec.data.raw import RawData
-from unidec.data.storage import read_json_lines, write_folder
+from unidec.data.storage import write_folder
 from unidec.data.tensor_file import write_tensors
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.errors import ArtifactError, ConfigError

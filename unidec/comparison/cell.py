@@ -29,7 +29,8 @@ from unidec.comparison.peers.running import last_lines, run_peer
 from unidec.comparison.workspace import FAILURE, LOG, MODEL, PREDICTIONS, RESULT, SPEC, Step
 from unidec.config import Params, flatten
 from unidec.data.file_lock import lock_file
-from unidec.data.storage import MANIFEST, folder_bytes, read_json, read_json_lines, write_json
+from unidec.data.json_file import read_json_lines
+from unidec.data.storage import MANIFEST, folder_bytes, read_json, write_json
 from unidec.data.temporary import remove
 from unidec.errors import ConfigError, Stopped, TrainingError, UnidecError
 from unidec.evaluation.baselines import K

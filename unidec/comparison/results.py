@@ -210,7 +210,9 @@ def _notes(comparison: Comparison, found: Results) -> list[str]:
     """Paragraphs under the page's heading."""
     notes = []
     steps = comparison.steps
-    old = sum(result["code"] != steps[key].spec["code"] for key, result in found.items())
+    old = 0
+    for key, result in found.items():
+        old += result["code"] != steps[key].spec["code"]
     if old:
         notes.append(f"{old} of {len(found)} results were made by another version of the code.")
     if tuning := comparison.file.tuning:

@@ -41,7 +41,8 @@ from unidec.config import (
     to_yaml,
 )
 from unidec.data.dataset import XMCDataset
-from unidec.data.storage import read_json_lines, write_bytes_atomic
+from unidec.data.json_file import read_json_lines
+from unidec.data.storage import write_bytes_atomic
 from unidec.errors import ArtifactError, ConfigError, TrainingError, UnidecError
 from unidec.interrupt import stop_signals
 from unidec.progress import Progress, progress

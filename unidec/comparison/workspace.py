@@ -27,7 +27,8 @@ from unidec.comparison.chosen import read_chosen
 from unidec.comparison.comparison_file import ComparisonFile, read_file
 from unidec.comparison.jobs import START, Job, Planner, slug
 from unidec.config import Params, fingerprint, keys_deciding
-from unidec.data.storage import MANIFEST, folder_sha256, read_json_object, text_sha256
+from unidec.data.json_file import read_json_object
+from unidec.data.storage import MANIFEST, folder_sha256, text_sha256
 from unidec.errors import ConfigError
 
 ROOT = Path("runs/compare")
@@ -230,7 +231,8 @@ def _run_step(job: Job, root: Path, data: Step, before: Step | None, is_needed: 
         code = PEER_CODE
     params = fingerprint(job.params, *decide)
     key = _digest([params, job.kind, job.peer, data.key, before and before.key])
-    folder = root / "cells" / slug(job.data) / slug(job.cell) / f"{job.seed}-{key[:8]}"
+    cell = root / "cells" / slug(job.data) / slug(job.cell)
+    folder = cell / f"{job.seed}-{key[:8]}"
     links = {"data/cache": root / "shared" / "cache"}
     for name in ("data/dataset", "data/tokens", "data/propensity"):
         links[name] = data.folder / name

@@ -71,7 +71,8 @@ def load_csr(
     try:
         matrix = csr_matrix((data, indices, indptr), shape=shape, copy=False)
         matrix.check_format(full_check=check)
-        if indptr[-1] != len(indices) or (check and np.diff(indptr).min(initial=0) < 0):
+        falls = check and np.diff(indptr).min(initial=0) < 0
+        if falls or indptr[-1] != len(indices):
             raise ValueError("the row starts do not ascend to the number of columns")
     except ValueError as error:
         raise ArtifactError(

@@ -56,7 +56,8 @@ def database(folder: Path | None = None) -> Iterator[Database]:
     except (duckdb.IOException, duckdb.OutOfMemoryException) as error:
         if "temp_directory" not in str(error) and "No space left" not in str(error):
             raise
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({str(error)[:200]})") from error
+        reason = os.strerror(errno.ENOSPC)
+        raise OSError(errno.ENOSPC, f"{reason} ({str(error)[:200]})") from error
     finally:
         connection.close()
         remove(spill)

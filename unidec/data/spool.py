@@ -134,7 +134,8 @@ def take_pairs(matrix: csr_matrix, rows: np.ndarray, folder: Path | None = None)
         part = matrix[block]
         columns.add(part.indices)
         values.add(part.data)
-    return _csr(columns, values, np.diff(matrix.indptr)[rows].astype(np.int64), matrix.shape[1])
+    num_entries = np.diff(matrix.indptr)[rows].astype(np.int64)
+    return _csr(columns, values, num_entries, matrix.shape[1])
 
 
 def _blocks(rows: np.ndarray) -> Iterator[np.ndarray]:

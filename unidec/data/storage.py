@@ -337,39 +337,6 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     return json.loads(Path(path).read_bytes())
 
 
-def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The JSON object in a file; {} if there is none, or it cannot be read."""
-    try:
-        found = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read a file with one JSON object per line; [] if there is no such file.
-
-    A damaged last line is skipped: its writer was killed.
-
-    Raises:
-        ArtifactError: another line is damaged.
-    """
-    lines = Path(path).read_bytes().splitlines() if Path(path).is_file() else []
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            records.append(json.loads(line.decode("utf-8")))
-        except ValueError as error:
-            if number < len(lines):
-                raise ArtifactError(
-                    "a damaged line",
-                    where=f"{path}:{number}",
-                    got=repr(line[:200]),
-                    fix="remove this line: it is a record of a past event, not an input",
-                ) from error
-    return records
-
-
 def load_array(path: str | os.PathLike[str], dtype: Any = None, ndim: int = 1) -> np.ndarray:
     """Memory-map a `.npy` file, without pickle.
 

@@ -231,7 +231,8 @@ class TokenCache(Tokens):
         """
         offsets = load_array(root / f"{begin}offsets.npy", np.int64)
         ids = load_array(root / f"{begin}ids.npy", _id_dtype(facts.vocab_size))
-        valid = len(offsets) == facts.num_texts + 1 and offsets[0] == 0 and offsets[-1] == len(ids)
+        valid = len(offsets) == facts.num_texts + 1
+        valid = valid and offsets[0] == 0 and offsets[-1] == len(ids)
         if valid and check and len(ids):
             lengths = np.diff(offsets)
             valid = lengths.min() >= 0 and lengths.max() <= facts.max_length

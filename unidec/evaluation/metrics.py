@@ -273,7 +273,8 @@ def evaluate(
             inside_L = relevant_L & (group_L == GROUPS.index(group))
         rank = rank_L[inside_L]
         for k in DEFAULT_KS:
-            out[f"{prefix}coverage@{k}"] = percent(float((rank < k).sum()), rank.size)
+            num_found = float((rank < k).sum())
+            out[f"{prefix}coverage@{k}"] = percent(num_found, rank.size)
         _, counted = sums[f"{prefix}MRR"]
         out[f"{prefix}num_queries"] = float(counted)
     return out

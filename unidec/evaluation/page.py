@@ -82,7 +82,8 @@ class Table:
                     best[place] = max(values)
         kinds = itertools.chain(self.kinds, itertools.repeat(""))
         for kind, row in zip(kinds, rows, strict=False):
-            yield kind, [(cell, best.get(place) == cell.value) for place, cell in enumerate(row)]
+            cells = enumerate(row)
+            yield kind, [(cell, best.get(place) == cell.value) for place, cell in cells]
 
 
 def _cell(value: Any) -> Shown:

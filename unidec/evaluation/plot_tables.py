@@ -52,6 +52,7 @@ def plots_csv(
     validation = validation_records(rounds)
     places = ("epoch", "round", "seconds", "minutes")
     names = {name for row in validation for name in row if "/" not in name}
+    columns = [*places[:3], *sorted(names - set(places))]
     at_k = [
         {"k": k, **{column: metrics.get(f"{kind}@{k}") for column, kind in _AT_K.items()}}
         for k in DEFAULT_KS
@@ -62,7 +63,7 @@ def plots_csv(
     folder = Path(out_dir)
     return [
         _write(folder / "training.csv", logged or TRAINING[:1], history),
-        _write(folder / "validation.csv", [*places[:3], *sorted(names - set(places))], validation),
+        _write(folder / "validation.csv", columns, validation),
         _write(folder / "at_k.csv", ["k", *_AT_K], at_k),
         _write(folder / "groups.csv", list(of_groups), groups),
     ]

@@ -63,7 +63,8 @@ def similar_tokens(folder: Path, tokens: Mapping[str, Tokens]) -> np.ndarray:
         folder: of the pretrained transformer.
     """
     own = list(tokens.values())
-    used_U = np.unique(np.concatenate([np.unique(each.ids) for each in own])).astype(np.int64)
+    used = [np.unique(each.ids) for each in own]
+    used_U = np.unique(np.concatenate(used)).astype(np.int64)
     used_U = np.setdiff1d(used_U, encode_texts([""], folder, own[0].max_length).ids)
     embedding = load_transformer(folder).get_input_embeddings()  # type: ignore[operator]
     embedding_UD = F.normalize(embedding.weight.detach()[torch.from_numpy(used_U)], dim=1)

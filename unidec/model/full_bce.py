@@ -97,9 +97,11 @@ class _Sums:
         if self.bias_L1 is not None:
             score_E = score_E + self.bias_L1[col_E, 0]
         x_E = score_E * self.scale
-        loss_E = softplus_E * F.softplus(x_E) - target_E * x_E + extra_E * F.softplus(-x_E)
-        self.loss += loss_E.sum()
-        slope_E = softplus_E * x_E.sigmoid() - target_E - extra_E * torch.sigmoid(-x_E)
+        of_negative_E = softplus_E * F.softplus(x_E)
+        of_extra_E = extra_E * F.softplus(-x_E)
+        self.loss += (of_negative_E - target_E * x_E + of_extra_E).sum()
+        slope_of_extra_E = extra_E * torch.sigmoid(-x_E)
+        slope_E = softplus_E * x_E.sigmoid() - target_E - slope_of_extra_E
         query_BD, row_LD, bias_L1, scale = self.grads
         if scale is not None:
             scale += torch.linalg.vecdot(slope_E, score_E)

@@ -35,7 +35,8 @@ class Padded(NamedTuple):
         if config._attn_implementation != "eager" and config.model_type in PACKABLE:
             # a 4-d mask is used as it is; transformers would read the values of a mask [B, T], and
             # the host would wait
-            mask_BT = self.mask_BT[:, None, None, :].expand(-1, 1, self.mask_BT.shape[1], -1)
+            num_tokens = mask_BT.shape[1]
+            mask_BT = self.mask_BT[:, None, None, :].expand(-1, 1, num_tokens, -1)
         return {"input_ids": self.ids_BT, "attention_mask": mask_BT}
 
     def pool(self, hidden_BTW: Tensor, pooling: str) -> Tensor:

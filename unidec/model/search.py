@@ -70,7 +70,9 @@ def labels_that_fit(device: torch.device, width: int) -> int:
     """Number of labels whose vectors fit into half of a GPU's free memory; unlimited on a CPU."""
     if device.type != "cuda":
         return 1 << 62
-    return max(LABELS_AT_ONCE, torch.cuda.mem_get_info(device)[0] // (2 * 4 * max(width, 1)))
+    free, _ = torch.cuda.mem_get_info(device)
+    bytes_a_label = 4 * max(width, 1)
+    return max(LABELS_AT_ONCE, free // (2 * bytes_a_label))
 
 
 def exact_search(

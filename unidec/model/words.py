@@ -181,7 +181,8 @@ class WordSpace:
         head: int = 0,
         spelt: bool | None = None,
     ) -> None:
-        if len(keys_F) != len(idf_F) or (keys_F[1:] <= keys_F[:-1]).any():
+        ascend = (keys_F[1:] > keys_F[:-1]).all()
+        if len(keys_F) != len(idf_F) or not ascend:
             raise ValueError(
                 "keys_F must be strictly ascending, and idf_F must have one weight for each key"
             )

@@ -19,8 +19,9 @@ from unidec.bundle.bundle import Bundle
 from unidec.config import Params, flatten
 from unidec.data.chunks import blocks
 from unidec.data.dataset import Text, XMCDataset
+from unidec.data.json_file import read_json_lines
 from unidec.data.propensity import training_counts
-from unidec.data.storage import read_json_lines, write_file, write_json
+from unidec.data.storage import write_file, write_json
 from unidec.evaluation import baselines
 from unidec.evaluation.metrics import by_query
 from unidec.evaluation.page import write_page
@@ -319,7 +320,10 @@ def _against_exact(
         _, labels = _ranked(bundle, first, found)
     exact = found.rows[:ORACLE_QUERIES]
     approximate = bundle.ranker.search(first.encoded, K, first.excluded).rows
-    figures = {f"recall@{n}": 100 * recall(approximate[:, :n], exact[:, :n]) for n in (10, K)}
+    figures = {}
+    for num in (10, K):
+        share = recall(approximate[:, :num], exact[:, :num])
+        figures[f"recall@{num}"] = 100 * share
     best = first.metrics_of(labels[:ORACLE_QUERIES])
     _, served = _ranked(bundle, first)
     of_served = first.metrics_of(served)

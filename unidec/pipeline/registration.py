@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from unidec.bundle.bundle_folder import read_info
 from unidec.bundle.bundle_info import BundleInfo
 from unidec.config import Params
-from unidec.data.storage import folder_sha256, read_json_object
+from unidec.data.json_file import read_json_object
+from unidec.data.storage import folder_sha256
 from unidec.errors import ConfigError
 from unidec.metric_names import headline
 from unidec.pipeline import paths

@@ -150,7 +150,8 @@ def leak_in_words(found: Seen | None, dataset: XMCDataset) -> tuple[str, int]:
     total = len(rows)
     if found is None or not total:
         return "", 0
-    new = found.among(dataset, rows) & ~_of_dataset(dataset, found.text).among(dataset, rows)
+    trained = _of_dataset(dataset, found.text)
+    new = found.among(dataset, rows) & ~trained.among(dataset, rows)
     num = int(new.sum())
     return f"{num:,} of {total:,} test queries ({num / total:.1%})", num
 

@@ -74,6 +74,6 @@ def seconds_a_row(stage: Stage, num_labels: int) -> float:
     at = math.log(num_labels)
     log_time = np.interp(at, log_labels, log_seconds)
     if stage.grows and at > log_labels[-1]:
-        growth = (log_seconds[-1] - log_seconds[-2]) / (log_labels[-1] - log_labels[-2])
-        log_time += growth * (at - log_labels[-1])
+        *_, rise = np.diff(log_seconds) / np.diff(log_labels)
+        log_time += rise * (at - log_labels[-1])
     return math.exp(log_time)

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from unidec.config import Params
+from unidec.data.json_file import read_json_lines
 from unidec.data.storage import (
     files_sha256,
     read_json,
-    read_json_lines,
     write_bytes_atomic,
     write_folder,
     write_json,

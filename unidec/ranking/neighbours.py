@@ -278,7 +278,8 @@ class Neighbours:
             cosine_BN[row_BN == left_out[:, None]] = 0
         weight_BN = self.weights(cosine_BN, row_BN)
         begin = self._voters.voted.begin
-        num_entries = np.where(row_BN < 0, 0, begin[row_BN + 1] - begin[row_BN]).sum()
+        row_N = row_BN[row_BN >= 0]
+        num_entries = (begin[row_N + 1] - begin[row_N]).sum()
         key_T = np.empty(num_entries, dtype=np.int64)
         vote_T = np.empty(num_entries, dtype=np.float32)
         ballots = _Ballots(weight_BN, row_BN, left_out)
@@ -341,9 +342,9 @@ def _products(rows: Csr, row_BN: Array, last_F: Array, product_BNN: Array) -> No
     num_rows = row_BN.shape[1]
     for query in range(len(row_BN)):
         num_entries = 0
-        for n in range(num_rows):
-            if row_BN[query, n] >= 0:
-                num_entries += rows.begin[row_BN[query, n] + 1] - rows.begin[row_BN[query, n]]
+        for row in row_BN[query]:
+            if row >= 0:
+                num_entries += rows.begin[row + 1] - rows.begin[row]
         before_E = np.empty(num_entries, dtype=np.int64)
         row_E = np.empty(num_entries, dtype=np.int64)
         value_E = np.empty(num_entries, dtype=np.float32)

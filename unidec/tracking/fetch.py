@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from unidec.addresses import without_credentials
 from unidec.data.file_lock import lock_file
-from unidec.data.storage import read_json_object, text_sha256, write_json
+from unidec.data.json_file import read_json_object
+from unidec.data.storage import text_sha256, write_json
 from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.tracking.promotion import known_version, version_of
 from unidec.tracking.registry import (

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from unidec.addresses import without_credentials
-from unidec.data.storage import read_json_object, write_json
+from unidec.data.json_file import read_json_object
+from unidec.data.storage import write_json
 from unidec.tracking.once import create_once
 from unidec.tracking.process_alive import is_alive, this_process
 from unidec.tracking.store import (

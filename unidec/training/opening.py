@@ -21,7 +21,8 @@ import torch
 from unidec.config import TrainingSettings
 from unidec.cores import keep_freed_memory
 from unidec.data.dataset import XMCDataset
-from unidec.data.storage import read_json_lines, write_bytes_atomic
+from unidec.data.json_file import read_json_lines
+from unidec.data.storage import write_bytes_atomic
 from unidec.data.tokens import TokenCache
 from unidec.errors import ArtifactError, ConfigError
 from unidec.methods.assembly import additions, changed_pairs, chosen_methods, rows_of

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unidec.data.storage import read_json_lines
+from unidec.data.json_file import read_json_lines
 
 METRIC = "nDCG@5"
 ROUNDS = "rounds.jsonl"

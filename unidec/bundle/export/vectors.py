@@ -17,7 +17,8 @@ import pyarrow as pa
 from unidec.bundle.bundle import Bundle
 from unidec.bundle.bundle_folder import LABEL_SCHEMA
 from unidec.data.chunks import blocks
-from unidec.data.storage import MANIFEST, read_json_object, write_file
+from unidec.data.json_file import read_json_object
+from unidec.data.storage import MANIFEST, write_file
 from unidec.errors import ConfigError, DataError
 from unidec.progress import Progress, progress
 from unidec.ranking.heads import Heads

@@ -133,7 +133,8 @@ def _pairs(source: Given, given: Any, queries: Table, labels: Table) -> Table:
             sparse or dense. An array with two or three columns of ids is a list of pairs.
     """
     if issparse(given) or isinstance(given, np.ndarray):
-        is_list = given.dtype.kind in "iuUO" and given.ndim == 2 and given.shape[1] in (2, 3)
+        has_ids = given.dtype.kind in "iuUO"
+        is_list = has_ids and given.ndim == 2 and given.shape[1] in (2, 3)
         if issparse(given) or not is_list:
             return _entries(given, queries, labels)
         if given.dtype.kind in "iu" and given.shape == (queries.num_rows, labels.num_rows):
