@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from prefect.blocks.system import Secret
@@ -27,6 +28,7 @@ from unidec import pipeline
 from unidec.addresses import without_credentials
 from unidec.cli.init import matches_git
 from unidec.config import Params, Source
+from unidec.data.shards import is_dividing
 from unidec.errors import ArtifactError, ConfigError, DataError, TrainingError, UnidecError
 from unidec.pipeline import paths
 from unidec.tracking.repository import is_inside
@@ -166,15 +168,25 @@ def stale(data_stages: tuple[str, ...] = ()) -> tuple[bool, list[str]]:
     check_repository()
     if data_stages and not paths.DATASET.is_dir():
         return True, []
-    code, output = run(["status", "--json", *data_stages, *MODEL_STAGES])
-    lines = [line for line in output.splitlines() if line.startswith("{")]
-    if code or not lines:
+    try:
+        status = _status([*data_stages, *MODEL_STAGES])
+    except UnidecError:
         if data_stages:
             return True, []  # `dvc repro` reports what is wrong
-        raise failure(["status"], code, output[-2000:])
-    status = json.loads(lines[-1])
+        raise
     work = itertools.dropwhile(lambda stage: stage not in status, MODEL_STAGES)
     return not status.keys().isdisjoint(data_stages), list(work)
+
+
+def _status(stages: Sequence[str]) -> dict[str, Any]:
+    """Those of the stages that are out of date, with the reasons; raises the `failure` of `dvc
+    status`.
+    """
+    code, output = run(["status", "--json", *stages])
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    if code or not lines:
+        raise failure(["status"], code, output[-2000:])
+    return json.loads(lines[-1])
 
 
 def commit(stages: Sequence[str]) -> None:
@@ -260,6 +272,12 @@ def prepare_data(params: Params, stages: tuple[str, ...]) -> list[str]:
     if not changed:
         lifecycle.say("the data is up to date")
         return work
+    if is_dividing():  # a process that DVC starts has no runner
+        before = stages[: stages.index("tokens")]
+        lifecycle.run("prepare dataset", make_data, before, retry=True)
+        if "tokens" in _status(["tokens"]):
+            lifecycle.run("tokens", pipeline.tokens, params)
+            commit(["tokens"])
     lifecycle.run("prepare data", make_data, stages, retry=True)
     return stale()[1]
 

@@ -10,9 +10,11 @@ Legend: N texts, D width of the transformer, W width of the encoder.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,13 +22,19 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from unidec.config import Encoder
 from unidec.data.chunks import blocks, length_chunks
+from unidec.data.shards import INPUTS, Job, Work, cuts, divided, is_dividing
 from unidec.data.storage import load_array, read_manifest, verify_once, write_folder
+from unidec.data.tensor_file import read_tensors, write_tensors
 from unidec.data.tokens import TokenCache, same_texts
 from unidec.errors import ArtifactError
-from unidec.model.encoder import TextEncoder, TransformerEncoder
+from unidec.model.dense import Dense
+from unidec.model.encoder import TextEncoder, TransformerEncoder, empty_transformer
+from unidec.model.encoder_folder import DenseLayer
 from unidec.model.encoder_inputs import InputBuilder
 from unidec.model.packed import can_pack
+from unidec.model.sources import STATIC
 from unidec.model.weights import output_settings
 from unidec.progress import progress
 
@@ -35,6 +43,10 @@ VERSION = 3
 # texts are sorted by length within slices of this size, which bounds memory for any N
 TEXTS_AT_ONCE = 16384
 What = Literal["vectors", "outputs"]
+_VALUES = "values.npy"
+_ROWS = "rows.npy"
+_WEIGHTS = "weights.safetensors"
+_loading = threading.Lock()  # the threads of a process load a transformer only once
 
 
 def autocast(device: torch.device, amp: torch.dtype | None) -> torch.autocast:
@@ -143,10 +155,14 @@ class FrozenCaches:
         if not path.is_dir():
             *_, tokens = sources.values()
             shape = (len(tokens), width)
-            with write_folder(path, KIND, VERSION, {"key": key}) as out, torch.no_grad():
-                file = out.path / "values.npy"
+            with write_folder(path, KIND, VERSION, {"key": key}) as out:
+                file = out.path / _VALUES
                 values = np.lib.format.open_memmap(file, "w+", dtype=np.float16, shape=shape)
-                self._compute(values, facts["what"], sources, known)
+                rows = self._take_known(values, facts["what"], sources, known)
+                if facts["what"] == "vectors" and self._divides(len(rows)):
+                    self._merge_shards(values, sources, rows, path)
+                else:
+                    self._fill(values, facts["what"], sources, rows)
                 values.flush()
         with verify_once(path) as needed:
             stored = read_manifest(path, KIND, VERSION, verify=needed)["meta"].get("key")
@@ -156,45 +172,160 @@ class FrozenCaches:
                 where=path,
                 fix="delete the folder: it will be computed again",
             )
-        return load_array(path / "values.npy", np.float16, ndim=2)
+        return load_array(path / _VALUES, np.float16, ndim=2)
 
-    def _compute(
+    def _take_known(
         self,
         values: np.ndarray,
         what: What,
         sources: Mapping[str, TokenCache],
         known: np.ndarray | None,
-    ) -> None:
-        """Fill `values` [N, D or W]: from `known` for texts of the first source, else computed."""
-        *_, (name, tokens) = sources.items()
-        encoder = self.encoder
-        compute = encoder.transformer_vectors
-        most = encoder.settings.transformer_tokens
-        vectors: Mapping[str, np.ndarray] = {}
-        if what == "outputs":
-            compute = encoder.frozen_output
-            most = 0
-            if encoder.transformer is not None:
-                vectors = self.read("vectors", sources)
-        rows = np.arange(len(tokens))
-        first = next(iter(sources.values()))
+    ) -> np.ndarray:
+        """Fill `values` [N, D or W] from `known` for texts of the first source; returns the rows of
+        the other texts, int64.
+        """
+        *others, tokens = sources.values()
+        first = others[0] if others else tokens
         # a text has two outputs where queries and labels have their own prompts
-        if known is not None and (what == "vectors" or first.prompted is tokens.prompted is None):
-            same_N = same_texts(tokens.for_transformer, first.for_transformer, most)
-            rows = np.flatnonzero(same_N < 0)
-            shared = np.flatnonzero(same_N >= 0)
-            for block in blocks(len(shared), TEXTS_AT_ONCE):
-                some = shared[block]
-                values[some] = known[same_N[some]]
-        build = InputBuilder(encoder, self.device, vectors)
+        if known is None or not (what == "vectors" or first.prompted is tokens.prompted is None):
+            return np.arange(len(tokens))
+        most = self.encoder.settings.transformer_tokens if what == "vectors" else 0
+        same_N = same_texts(tokens.for_transformer, first.for_transformer, most)
+        shared = np.flatnonzero(same_N >= 0)
+        for block in blocks(len(shared), TEXTS_AT_ONCE):
+            some = shared[block]
+            values[some] = known[same_N[some]]
+        return np.flatnonzero(same_N < 0)
+
+    def _fill(
+        self,
+        values: np.ndarray,
+        what: What,
+        sources: Mapping[str, TokenCache],
+        rows: np.ndarray,
+    ) -> None:
+        """Compute the rows of `values` [N, D or W]."""
+        *_, (name, tokens) = sources.items()
+        vectors: Mapping[str, np.ndarray] = {}
+        if what == "outputs" and self.encoder.transformer is not None:
+            vectors = self.read("vectors", sources)
         with progress(total=len(rows), desc=f"encode {name}, cached", unit="text") as bar:
             for block in blocks(len(rows), TEXTS_AT_ONCE):
-                some = rows[block]
-                for places in length_chunks(
-                    build.read_lengths(tokens, some), tokens=build.chunk_tokens
-                ):
-                    texts = build.texts([(name, tokens, some[places])])
-                    with autocast(self.device, self.amp):
-                        outputs = compute(texts)
-                    values[some[places]] = outputs.float().cpu().numpy()
-                    bar.update(len(places))
+                for some, outputs in self.encoded(what, name, tokens, rows[block], vectors):
+                    values[rows[block][some]] = outputs
+                    bar.update(len(some))
+
+    def encoded(
+        self,
+        what: What,
+        name: str,
+        tokens: TokenCache,
+        rows: np.ndarray,
+        vectors: Mapping[str, np.ndarray],
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Vectors or outputs of some texts, in chunks of similar length: places in `rows`, and
+        float32 [chunk, D or W].
+
+        Args:
+            vectors: by source, cached vectors of the transformer; empty: they are computed.
+        """
+        encoder = self.encoder
+        compute = encoder.transformer_vectors if what == "vectors" else encoder.frozen_output
+        build = InputBuilder(encoder, self.device, vectors)
+        for places in length_chunks(build.read_lengths(tokens, rows), tokens=build.chunk_tokens):
+            texts = build.texts([(name, tokens, rows[places])])
+            with torch.no_grad(), autocast(self.device, self.amp):
+                outputs = compute(texts)
+            yield places, outputs.float().cpu().numpy()
+
+    def _divides(self, num_rows: int) -> bool:
+        """Whether shards of other processes are read: not for static vectors, which are found as
+        quickly here, and not with adapters, which are not among a transformer's own weights.
+        """
+        encoder = self.encoder
+        if encoder.transformer is None or encoder.settings.lora.get("rank"):
+            return False
+        config: Any = encoder.transformer.transformer.config
+        return num_rows > TEXTS_AT_ONCE and is_dividing() and config.model_type != STATIC
+
+    def _merge_shards(
+        self,
+        values: np.ndarray,
+        sources: Mapping[str, TokenCache],
+        rows: np.ndarray,
+        path: Path,
+    ) -> None:
+        """Fill the rows of `values` [N, D] with the vectors that other processes compute. A shard
+        is a block of `_fill`, so that texts meet the same others in a chunk.
+        """
+        *_, (name, tokens) = sources.items()
+        transformer = self.encoder.transformer
+        assert transformer is not None
+        config: Any = transformer.transformer.config
+
+        def begin(folder: Path) -> Work:
+            with write_folder(folder / INPUTS, INPUTS, 1) as inputs:
+                np.save(inputs.path / _ROWS, rows)
+                config.save_pretrained(inputs.path)
+                write_tensors(inputs.path / _WEIGHTS, transformer.state_dict())
+            settings = {
+                "encoder": self.encoder.settings.model_dump() | {"kind": "transformer"},
+                "dense": transformer.dense_facts,
+                "width": self.encoder.part_width,
+                "device": self.device.type,
+                "amp": str(self.amp),
+                "source": name,
+                "tokens": str(tokens.path.absolute()),
+            }
+            job = Job("frozen", f"encode {name}, cached", "text")
+            bounds = cuts(len(rows), -(-len(rows) // TEXTS_AT_ONCE), TEXTS_AT_ONCE)
+            return Work.begin(folder, job, {"cache": path.name}, settings, bounds)
+
+        with divided(path, begin) as shards:
+            for block, shard in zip(blocks(len(rows), TEXTS_AT_ONCE), shards, strict=True):
+                values[rows[block]] = load_array(shard / _VALUES, np.float16, ndim=2)
+
+
+def write_shard(work: Work, number: int, threads: int = 0) -> None:
+    """Compute the vectors of one shard's texts.
+
+    Args:
+        threads: not used; torch has as many as OMP_NUM_THREADS says.
+
+    Raises:
+        ArtifactError: the inputs are missing or damaged, or the shard cannot be written.
+    """
+    with _loading:
+        caches, tokens, rows = _open_inputs(work.folder, work.key)
+    transformer = caches.encoder.transformer
+    assert transformer is not None
+    some = rows[slice(*work.rows(number))]
+    values = np.empty((len(some), transformer.width), dtype=np.float16)
+    for places, vectors in caches.encoded("vectors", work.settings["source"], tokens, some, {}):
+        values[places] = vectors
+    with work.write(number) as out:
+        np.save(out.path / _VALUES, values)
+
+
+@functools.lru_cache(maxsize=1)
+def _open_inputs(folder: Path, key: str) -> tuple[FrozenCaches, TokenCache, np.ndarray]:
+    """The encoder, tokens and rows of a plan, cached so that a worker does not load them for each
+    shard.
+    """
+    settings = Work.open(folder).settings
+    inputs = folder / INPUTS
+    read_manifest(inputs, INPUTS, 1)
+    encoder = TextEncoder(
+        Encoder.model_validate(settings["encoder"]),
+        empty_transformer(inputs),
+        num_tokens=0,
+        width=settings["width"],
+        dense=[Dense(DenseLayer.model_validate(layer)) for layer in settings["dense"]],
+    )
+    assert encoder.transformer is not None
+    encoder.transformer.load_state_dict(read_tensors(inputs / _WEIGHTS))
+    device = torch.device(settings["device"])
+    amp = getattr(torch, settings["amp"].removeprefix("torch."), None)
+    caches = FrozenCaches(encoder.to(device).eval(), folder, device, amp)
+    tokens = TokenCache.open(settings["tokens"], verify=False)
+    return caches, tokens, load_array(inputs / _ROWS, np.int64)

@@ -20,7 +20,8 @@ from unidec.data.label_graph import build_label_graph, load_label_graph
 from unidec.data.propensity import build_propensity, load_propensity
 from unidec.data.spool import naming_space
 from unidec.data.storage import file_sha256, files_sha256, read_json, swap_folder
-from unidec.data.tokens import TokenCache, build_token_cache, encode_texts
+from unidec.data.token_shards import TokenRequest, tokenise
+from unidec.data.tokens import TokenCache, encode_texts
 from unidec.errors import ConfigError, DataError
 from unidec.metric_names import GROUPS
 from unidec.model.arrays import MAX_BYTES
@@ -37,7 +38,6 @@ from unidec.pipeline.encoders import ARCHITECTURES
 from unidec.pipeline.lock import replaces_inputs
 from unidec.tracking.repository import git
 
-TEXTS_A_BATCH = 4096
 log = logging.getLogger(__name__)
 _TABLE = re.compile(r"\.(csv|tsv|parquet|jsonl)(\.gz)?$")
 
@@ -140,15 +140,8 @@ def tokens(params: Params) -> dict[str, int]:
     ]
     for which, num_texts, prompt in kinds:
         path = paths.TOKENS / which
-        build_token_cache(
-            dataset.text_batches(which, section.text, TEXTS_A_BATCH),
-            folder,
-            section.max_length,
-            path,
-            num_texts,
-            {"text": section.text},
-            prompt=prompt,
-        )
+        request = TokenRequest(which, section.text, str(folder), section.max_length, prompt)
+        tokenise(dataset, request, path)
         summary[f"{which}_texts"] = num_texts
         summary[f"{which}_tokens"] = int(TokenCache.open(path, verify=False).offsets[-1])
     return summary
