@@ -30,7 +30,7 @@ from unidec.data.tensor_file import read_tensors, write_tensors
 from unidec.data.tokens import TokenCache, same_texts
 from unidec.errors import ArtifactError
 from unidec.model.dense import Dense
-from unidec.model.encoder import TextEncoder, TransformerEncoder, empty_transformer
+from unidec.model.encoder import TextEncoder, TransformerEncoder, empty_transformer, write_config
 from unidec.model.encoder_folder import DenseLayer
 from unidec.model.encoder_inputs import InputBuilder
 from unidec.model.packed import can_pack
@@ -261,12 +261,11 @@ class FrozenCaches:
         *_, (name, tokens) = sources.items()
         transformer = self.encoder.transformer
         assert transformer is not None
-        config: Any = transformer.transformer.config
 
         def begin(folder: Path) -> Work:
             with write_folder(folder / INPUTS, INPUTS, 1) as inputs:
                 np.save(inputs.path / _ROWS, rows)
-                config.save_pretrained(inputs.path)
+                write_config(transformer.transformer, inputs.path)
                 write_tensors(inputs.path / _WEIGHTS, transformer.state_dict())
             settings = {
                 "encoder": self.encoder.settings.model_dump() | {"kind": "transformer"},
