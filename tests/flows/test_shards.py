@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from helpers.shard_workers import once_a_shard_is_whole, workers_of
 from helpers.tiny_transformer import write_transformer
 
 from unidec.bundle.predict_file import FileRequest, begin_predictions, merge, predict_file
@@ -145,20 +145,6 @@ def cluster():
         scheduler_kwargs={"dashboard_address": "127.0.0.1:0"},
     ) as cluster:
         yield cluster
-
-
-def once_a_shard_is_whole(folder: Path, act) -> threading.Thread:
-    """Calls `act` in a thread when the first shard is there."""
-
-    def wait() -> None:
-        end = time.monotonic() + 200
-        while not list(folder.glob("0*-of-*")) and time.monotonic() < end:
-            time.sleep(0.002)
-        act()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread
 
 
 def test_processes_of_this_machine(ask, tmp_path):
@@ -363,19 +349,3 @@ def test_stopped_on_the_way(place, tmp_path, number):
         process.wait()
         for pid in [*workers_of(tmp_path / "home", servers=True)]:
             os.kill(pid, signal.SIGKILL)
-
-
-def workers_of(home: Path, servers: bool = False) -> list[int]:
-    """Processes with this PREFECT_HOME (Linux); Prefect's temporary server, which a SIGKILL leaves,
-    only if asked.
-    """
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if f"PREFECT_HOME={home}".encode() in entry.read_bytes().split(b"\0") and (
-                servers or b"prefect.server" not in (entry.parent / "cmdline").read_bytes()
-            ):
-                found.append(int(entry.parent.name))
-        except OSError:  # gone, or not ours
-            continue
-    return found
