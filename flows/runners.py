@@ -30,7 +30,7 @@ from unidec.pipeline.shard_jobs import run_shard
 from unidec.progress import progress
 
 VARIABLE = "UNIDEC_RUNNER"
-SYNTAX = "processes or threads, also with :N workers, or dask://host:port, ray://host:port"
+SYNTAX = "processes or threads, also with :N workers, or dask://host:8786, ray://host:10001"
 
 
 class Runner(NamedTuple):

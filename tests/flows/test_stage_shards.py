@@ -8,15 +8,21 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers.shard_workers import once_a_shard_is_whole
+from helpers.shard_workers import once_a_shard_is_whole, workers_of
 
+from unidec import pipeline
+from unidec.config import Params, load_params
 from unidec.data.dataset import XMCDataset
-from unidec.errors import TrainingError
+from unidec.data.shards import dividing
+from unidec.errors import ArtifactError, ConfigError, TrainingError
 
 TEXTS_A_SHARD = 4  # of 60 queries and 40 labels
 FOLDERS = ("data/tokens", "data/cache")
@@ -49,7 +55,6 @@ def run(project: Path, small_shards, prefect_server, monkeypatch) -> Callable[..
     import torch
 
     from flows import train as module
-    from unidec.config import Params
     from unidec.model.encoder import TextEncoder, load_transformer
     from unidec.model.frozen import cached_inputs
     from unidec.pipeline import paths
@@ -130,3 +135,94 @@ def test_a_dask_cluster_that_loses_a_worker_in_each_stage(run, whole, project: P
         for thread in threads:
             thread.join()
         assert [worker.pid for worker in killed] != pids
+
+
+@pytest.mark.slow
+def test_a_killed_flow_resumes(project: Path, small_shards, whole, run, tmp_path: Path) -> None:
+    """SIGKILL of the process that drives the workers: they end, and the next run resumes."""
+    start = (
+        "import sys; from unidec.data import token_shards; "
+        f"token_shards.TEXTS_A_SHARD = {TEXTS_A_SHARD}; "
+        "from flows.command import main; sys.exit(main('train'))"
+    )
+    home = tmp_path / "home"
+    inherited = {name: os.environ[name] for name in os.environ if "PREFECT" not in name}
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", start, "--steps", "tokens", "--runner", "processes:2"],
+            env=inherited | {"PREFECT_HOME": str(home)},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        kill = partial(os.kill, process.pid, signal.SIGKILL)
+        once_a_shard_is_whole(project, kill, f"{SHARDS['tokens']}/0*-of-*").join()
+        assert process.wait(60) == -signal.SIGKILL, (tmp_path / "log").read_text()
+        end = time.monotonic() + 20
+        while workers_of(home) and time.monotonic() < end:
+            time.sleep(0.2)
+        assert workers_of(home) == []
+    finally:
+        process.kill()
+        process.wait()
+        for pid in workers_of(home, servers=True):
+            os.kill(pid, signal.SIGKILL)
+    (folder,) = project.glob(SHARDS["tokens"])
+    kept = {path: path.stat().st_ino for path in folder.glob("0*-of-*")}
+    assert kept
+    written: list[Path] = []
+    note = dividing(lambda work: written.extend(map(work.path, work.missing())))
+    with note, pytest.raises(ArtifactError, match="shards are missing"):
+        pipeline.tokens(load_params())
+    assert len(written) == 15 - len(kept) and not kept.keys() & set(written)
+    assert run("threads:2") == whole
+
+
+@pytest.mark.parametrize("way", ["option", "variable"])
+def test_an_unknown_runner_is_refused_before_anything_is_read(
+    tmp_path: Path, monkeypatch, capsys, way: str
+) -> None:
+    from flows.command import main
+
+    monkeypatch.chdir(tmp_path)  # there is not even a params.yaml
+    words = ["--runner", "spark://x:1"]
+    if way == "variable":
+        monkeypatch.setenv("UNIDEC_RUNNER", words.pop())
+        words = ["--force"]
+    assert main("train", words) == ConfigError.exit_code
+    told = capsys.readouterr().err
+    assert "no such runner" in told and "spark://x:1" in told and "dask://host:8786" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dvc_finds_texts_tokenised_that_a_runner_divided(monkeypatch) -> None:
+    """A process that DVC starts has no runner: the flow tokenises, and records what it made."""
+    from flows import reproduce, train
+
+    calls: list[str] = []
+    params = Params()
+
+    def note(name: str) -> Callable[..., dict]:
+        return lambda *given: calls.append(" ".join([name, *given[0]])) or {}
+
+    stale = {"tokens": ["changed"]}
+    monkeypatch.setattr(reproduce.pipeline, "inputs", lambda _params: None, raising=False)
+    monkeypatch.setattr(
+        reproduce.pipeline, "tokens", lambda _params: calls.append("tokens"), raising=False
+    )
+    monkeypatch.setattr(reproduce, "make_data", note("dvc"))
+    monkeypatch.setattr(reproduce, "commit", note("commit"))
+    monkeypatch.setattr(reproduce, "stale", lambda *given: (bool(given), ["train"]))
+    monkeypatch.setattr(reproduce, "_status", lambda names: {n: 1 for n in names if n in stale})
+    every = "dvc ingest validate tokens propensity label_graph"
+    assert reproduce.prepare_data(params, train.DATA_STEPS) == ["train"]
+    assert calls == [every]
+    calls.clear()
+    with dividing(pytest.fail):
+        reproduce.prepare_data(params, train.DATA_STEPS)
+        assert calls == ["dvc ingest validate", "tokens", "commit tokens", every]
+        calls.clear()
+        stale.clear()
+        reproduce.prepare_data(params, train.DATA_STEPS)
+        assert calls == ["dvc ingest validate", every]
