@@ -18,7 +18,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from prefect.blocks.system import Secret
@@ -168,25 +167,15 @@ def stale(data_stages: tuple[str, ...] = ()) -> tuple[bool, list[str]]:
     check_repository()
     if data_stages and not paths.DATASET.is_dir():
         return True, []
-    try:
-        status = _status([*data_stages, *MODEL_STAGES])
-    except UnidecError:
-        if data_stages:
-            return True, []  # `dvc repro` reports what is wrong
-        raise
-    work = itertools.dropwhile(lambda stage: stage not in status, MODEL_STAGES)
-    return not status.keys().isdisjoint(data_stages), list(work)
-
-
-def _status(stages: Sequence[str]) -> dict[str, Any]:
-    """Those of the stages that are out of date, with the reasons; raises the `failure` of `dvc
-    status`.
-    """
-    code, output = run(["status", "--json", *stages])
+    code, output = run(["status", "--json", *data_stages, *MODEL_STAGES])
     lines = [line for line in output.splitlines() if line.startswith("{")]
     if code or not lines:
+        if data_stages:
+            return True, []  # `dvc repro` reports what is wrong
         raise failure(["status"], code, output[-2000:])
-    return json.loads(lines[-1])
+    status = json.loads(lines[-1])
+    work = itertools.dropwhile(lambda stage: stage not in status, MODEL_STAGES)
+    return not status.keys().isdisjoint(data_stages), list(work)
 
 
 def commit(stages: Sequence[str]) -> None:
@@ -275,7 +264,7 @@ def prepare_data(params: Params, stages: tuple[str, ...]) -> list[str]:
     if is_dividing():  # a process that DVC starts has no runner
         before = stages[: stages.index("tokens")]
         lifecycle.run("prepare dataset", make_data, before, retry=True)
-        if "tokens" in _status(["tokens"]):
+        if stale(("tokens",))[0]:
             lifecycle.run("tokens", pipeline.tokens, params)
             commit(["tokens"])
     lifecycle.run("prepare data", make_data, stages, retry=True)

@@ -9,7 +9,7 @@ import pytest
 
 from unidec.data.dataset import XMCDataset
 from unidec.data.shards import Job, Work, dividing
-from unidec.data.token_shards import TokenRequest, tokenise
+from unidec.data.token_shards import tokenise
 from unidec.errors import ArtifactError
 from unidec.pipeline.shard_jobs import run_shard
 
@@ -25,8 +25,12 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def request_of(tiny_bert: Path):
-    return lambda prompt: TokenRequest("queries", "title+content", str(tiny_bert), 16, prompt)
+def tokenise_queries(tiny_dataset: XMCDataset, tiny_bert: Path):
+    def tokenise_queries(out: Path, prompt: str) -> None:
+        given = {"text": "title+content", "tokenizer": tiny_bert, "max_length": 16}
+        tokenise(tiny_dataset, "queries", out, prompt=prompt, **given)
+
+    return tokenise_queries
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +40,8 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("prompt", ["", "query: "])
 def test_a_killed_stage_resumes_and_gives_the_bytes_of_one_piece(
-    tiny_dataset: XMCDataset, request_of, tmp_path: Path, prompt: str
+    tokenise_queries, tmp_path: Path, prompt: str
 ) -> None:
-    request = request_of(prompt)
     out = tmp_path / "tokens" / "queries"
     written: list[int] = []
 
@@ -49,11 +52,11 @@ def test_a_killed_stage_resumes_and_gives_the_bytes_of_one_piece(
             run_shard(work.folder, number)
             written.append(number)
 
-    tokenise(tiny_dataset, request, tmp_path / "whole")
+    tokenise_queries(tmp_path / "whole", prompt)
     assert not written
     with dividing(write):
         with pytest.raises(Killed):
-            tokenise(tiny_dataset, request, out)
+            tokenise_queries(out, prompt)
         assert written == [0, 1, 2] and not out.exists()
         shards = tmp_path / "tokens-queries.shards"
         damaged = shards / "00001-of-00008" / "tokens" / "ids.npy"
@@ -61,18 +64,16 @@ def test_a_killed_stage_resumes_and_gives_the_bytes_of_one_piece(
         shutil.rmtree(shards / "00002-of-00008")
         written.clear()
         with pytest.raises(Killed):
-            tokenise(tiny_dataset, request, out)
+            tokenise_queries(out, prompt)
         assert written == [1, 2, 3]
         written[:] = [0] * 4  # no more kills
-        tokenise(tiny_dataset, request, out)
+        tokenise_queries(out, prompt)
         assert written[4:] == [4, 5, 6, 7]
     assert files(out) == files(tmp_path / "whole")
     assert [path.name for path in tmp_path.iterdir() if "shards" in path.name] == []
 
 
-def test_another_tokenizer_or_prompt_is_another_work(
-    tiny_dataset: XMCDataset, request_of, tmp_path: Path
-) -> None:
+def test_another_tokenizer_or_prompt_is_another_work(tokenise_queries, tmp_path: Path) -> None:
     works: list[Work] = []
 
     def write(work: Work) -> None:
@@ -82,7 +83,7 @@ def test_another_tokenizer_or_prompt_is_another_work(
     with dividing(write):
         for prompt in ("", "", "query: "):
             with pytest.raises(Killed):
-                tokenise(tiny_dataset, request_of(prompt), tmp_path / "t" / "queries")
+                tokenise_queries(tmp_path / "t" / "queries", prompt)
     first, again, other = works
     assert first == again and first.key != other.key
     assert first.job == ("tokens", "tokenise queries", "text")

@@ -206,15 +206,18 @@ def test_dvc_finds_texts_tokenised_that_a_runner_divided(monkeypatch) -> None:
     def note(name: str) -> Callable[..., dict]:
         return lambda *given: calls.append(" ".join([name, *given[0]])) or {}
 
-    stale = {"tokens": ["changed"]}
+    stale = {"ingest", "tokens"}
+
+    def changed(names: tuple[str, ...] = ()) -> tuple[bool, list[str]]:
+        return not stale.isdisjoint(names), ["train"]
+
     monkeypatch.setattr(reproduce.pipeline, "inputs", lambda _params: None, raising=False)
     monkeypatch.setattr(
         reproduce.pipeline, "tokens", lambda _params: calls.append("tokens"), raising=False
     )
     monkeypatch.setattr(reproduce, "make_data", note("dvc"))
     monkeypatch.setattr(reproduce, "commit", note("commit"))
-    monkeypatch.setattr(reproduce, "stale", lambda *given: (bool(given), ["train"]))
-    monkeypatch.setattr(reproduce, "_status", lambda names: {n: 1 for n in names if n in stale})
+    monkeypatch.setattr(reproduce, "stale", changed)
     every = "dvc ingest validate tokens propensity label_graph"
     assert reproduce.prepare_data(params, train.DATA_STEPS) == ["train"]
     assert calls == [every]
@@ -223,6 +226,6 @@ def test_dvc_finds_texts_tokenised_that_a_runner_divided(monkeypatch) -> None:
         reproduce.prepare_data(params, train.DATA_STEPS)
         assert calls == ["dvc ingest validate", "tokens", "commit tokens", every]
         calls.clear()
-        stale.clear()
+        stale.remove("tokens")
         reproduce.prepare_data(params, train.DATA_STEPS)
         assert calls == ["dvc ingest validate", every]

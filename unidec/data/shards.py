@@ -25,7 +25,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unidec.data.file_lock import lock_file
-from unidec.data.storage import Folder, read_manifest, write_folder, write_json
+from unidec.data.storage import (
+    Folder,
+    folder_sha256,
+    read_manifest,
+    write_folder,
+    write_json,
+)
 from unidec.errors import ArtifactError, ConfigError
 from unidec.version import __version__
 
@@ -191,13 +197,21 @@ def is_dividing() -> bool:
 
 
 @contextlib.contextmanager
-def divided(output: Path, begin: Callable[[Path], Work]) -> Iterator[list[Path]]:
+def divided(
+    output: Path,
+    job: Job,
+    settings: dict[str, Any],
+    size: tuple[int, int],
+    write_inputs: Callable[[Path], None],
+) -> Iterator[list[Path]]:
     """All shards of a stage's work, written by the function given to `dividing`:
-    `with divided(output, begin) as shards: ...` merges them.
+    `with divided(...) as shards: ...` merges them.
 
     Args:
         output: the shards are beside it (`shards_folder`).
-        begin: given their folder, it writes the inputs of the workers and the plan.
+        settings: of the work; with the inputs they determine the result.
+        size: number of rows, and of rows in a shard.
+        write_inputs: writes files for the workers into a folder.
 
     Raises:
         UnidecError: a shard's error; what `alone` and `Work.whole` raise.
@@ -205,8 +219,14 @@ def divided(output: Path, begin: Callable[[Path], Work]) -> Iterator[list[Path]]
     write = _write.get()
     assert write is not None
     folder = shards_folder(output)
+    inputs = folder / INPUTS
+    num_rows, rows_a_shard = size
     with alone(folder):
-        work = begin(folder)
+        with write_folder(inputs, INPUTS, 1) as out:
+            write_inputs(out.path)
+        facts = settings | {INPUTS: folder_sha256(inputs)}
+        bounds = (*range(0, num_rows, rows_a_shard), num_rows)
+        work = Work.begin(folder, job, facts, settings, bounds)
         write(work)
         with work.whole() as shards:
             yield shards

@@ -5,90 +5,65 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from unidec.data.dataset import Text, XMCDataset
-from unidec.data.shards import INPUTS, Job, Work, cuts, divided, is_dividing
-from unidec.data.storage import folder_sha256, write_folder
-from unidec.data.tokens import TokenCache, Tokens, build_token_cache
+from unidec.data.shards import INPUTS, Job, Work, divided, is_dividing
+from unidec.data.tokens import TokenCache, build_token_cache
 
 TEXTS_A_BATCH = 4096
 TEXTS_A_SHARD = 1 << 18  # seconds on one core
 _CACHE = "tokens"  # the token cache in a shard's folder
 
 
-@dataclass(frozen=True)
-class TokenRequest:
-    """The texts of a data set that are tokenised, and how.
+def tokenise(
+    dataset: XMCDataset,
+    which: Literal["queries", "labels"],
+    out: Path,
+    *,
+    text: Text,
+    tokenizer: Path,
+    max_length: int,
+    prompt: str,
+) -> None:
+    """Write the token cache of all queries or labels. Shards are beside the parent of `out`, which
+    DVC tracks.
 
-    Attributes:
-        which, text: as for `XMCDataset.text_batches`.
-        tokenizer, max_length, prompt: as for `build_token_cache`.
-    """
-
-    which: Literal["queries", "labels"]
-    text: Text
-    tokenizer: str
-    max_length: int
-    prompt: str
-
-    def write(
-        self,
-        texts: Iterable[list[str] | Tokens],
-        out: Path,
-        num_texts: int = 0,
-        desc: str | None = None,
-    ) -> None:
-        """Write the token cache of these texts."""
-        build_token_cache(
-            texts,
-            self.tokenizer,
-            self.max_length,
-            out,
-            num_texts=num_texts,
-            meta={"text": self.text},
-            prompt=self.prompt,
-            desc=desc,
-        )
-
-
-def tokenise(dataset: XMCDataset, request: TokenRequest, out: Path) -> None:
-    """Write the token cache of all queries or labels. Its shards, if there are any, are beside the
-    parent of `out`, which DVC tracks.
+    Args:
+        text: what is read of them (`XMCDataset.query_texts`).
+        tokenizer, max_length, prompt: see `build_token_cache`.
 
     Raises:
         UnidecError: as `build_token_cache` and `shards.divided`.
     """
-    num_texts = getattr(dataset, f"num_{request.which}")
+    num_texts = getattr(dataset, f"num_{which}")
+    read: dict[str, Any] = {"which": which, "text": text, "batch_size": TEXTS_A_BATCH}
+    made: dict[str, Any] = {"max_length": max_length, "meta": {"text": text}, "prompt": prompt}
     if num_texts <= TEXTS_A_SHARD or not is_dividing():
-        texts = dataset.text_batches(request.which, request.text, TEXTS_A_BATCH)
-        request.write(texts, out, num_texts, desc="tokenise")
+        texts = dataset.text_batches(**read)
+        build_token_cache(texts, tokenizer, out=out, num_texts=num_texts, **made)
         return
 
-    def begin(folder: Path) -> Work:
-        tokenizer = folder / INPUTS
-        with write_folder(tokenizer, INPUTS, 1) as inputs:
-            for file in Path(request.tokenizer).glob("*.json"):
-                shutil.copyfile(file, inputs.path / file.name)
-        settings = asdict(replace(request, tokenizer=str(tokenizer)))
-        facts = asdict(request) | {"tokenizer": folder_sha256(tokenizer), "dataset": dataset.sha256}
-        job = Job("tokens", f"tokenise {request.which}", "text")
-        bounds = cuts(num_texts, -(-num_texts // TEXTS_A_SHARD), TEXTS_A_SHARD)
-        place = {"dataset": str(dataset.path.absolute())}
-        return Work.begin(folder, job, facts, {"request": settings} | place, bounds)
+    def write_inputs(folder: Path) -> None:
+        for file in tokenizer.glob("*.json"):
+            shutil.copyfile(file, folder / file.name)
 
-    with divided(out.parent.with_name(f"{out.parent.name}-{out.name}"), begin) as shards:
-        request.write((TokenCache.open(shard / _CACHE, verify=False) for shard in shards), out)
+    settings: dict[str, Any] = {"read": read, "made": made, "dataset": str(dataset.path.absolute())}
+    settings["sha256"] = dataset.sha256
+    job = Job("tokens", f"tokenise {which}", "text")
+    beside = out.parent.with_name(f"{out.parent.name}-{which}")
+    with divided(beside, job, settings, (num_texts, TEXTS_A_SHARD), write_inputs) as shards:
+        caches = (TokenCache.open(shard / _CACHE, verify=False) for shard in shards)
+        build_token_cache(caches, tokenizer, out=out, num_texts=num_texts, desc="merge", **made)
 
 
 def write_shard(work: Work, number: int, threads: int = 0) -> None:
     """Tokenise the texts of one shard. `threads` is not used: the tokenizer has its own."""
-    request = TokenRequest(**work.settings["request"])
-    dataset = XMCDataset.open(work.settings["dataset"], verify=False)
-    rows = work.rows(number)
+    settings = work.settings
+    dataset = XMCDataset.open(settings["dataset"], verify=False)
+    first, end = work.rows(number)
+    texts = dataset.text_batches(**settings["read"], first=first, end=end)
+    given = settings["made"] | {"num_texts": end - first, "desc": None}
     with work.write(number) as out:
-        texts = dataset.text_batches(request.which, request.text, TEXTS_A_BATCH, *rows)
-        request.write(texts, out.path / _CACHE)
+        build_token_cache(texts, work.folder / INPUTS, out=out.path / _CACHE, **given)

@@ -24,7 +24,7 @@ import torch
 
 from unidec.config import Encoder
 from unidec.data.chunks import blocks, length_chunks
-from unidec.data.shards import INPUTS, Job, Work, cuts, divided, is_dividing
+from unidec.data.shards import INPUTS, Job, Work, divided, is_dividing
 from unidec.data.storage import load_array, read_manifest, verify_once, write_folder
 from unidec.data.tensor_file import read_tensors, write_tensors
 from unidec.data.tokens import TokenCache, same_texts
@@ -158,11 +158,8 @@ class FrozenCaches:
             with write_folder(path, KIND, VERSION, {"key": key}) as out:
                 file = out.path / _VALUES
                 values = np.lib.format.open_memmap(file, "w+", dtype=np.float16, shape=shape)
-                rows = self._take_known(values, facts["what"], sources, known)
-                if facts["what"] == "vectors" and self._divides(len(rows)):
-                    self._merge_shards(values, sources, rows, path)
-                else:
-                    self._fill(values, facts["what"], sources, rows)
+                for some, found in self._compute(facts["what"], sources, known, path):
+                    values[some] = found
                 values.flush()
         with verify_once(path) as needed:
             stored = read_manifest(path, KIND, VERSION, verify=needed)["meta"].get("key")
@@ -174,46 +171,44 @@ class FrozenCaches:
             )
         return load_array(path / _VALUES, np.float16, ndim=2)
 
-    def _take_known(
+    def _compute(
         self,
-        values: np.ndarray,
         what: What,
         sources: Mapping[str, TokenCache],
         known: np.ndarray | None,
-    ) -> np.ndarray:
-        """Fill `values` [N, D or W] from `known` for texts of the first source; returns the rows of
-        the other texts, int64.
+        path: Path,
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Rows and their values [rows, D or W]: from `known` for texts of the first source, else
+        computed, by other processes inside of `shards.dividing` (`path`: of the cache).
         """
-        *others, tokens = sources.values()
-        first = others[0] if others else tokens
-        # a text has two outputs where queries and labels have their own prompts
-        if known is None or not (what == "vectors" or first.prompted is tokens.prompted is None):
-            return np.arange(len(tokens))
-        most = self.encoder.settings.transformer_tokens if what == "vectors" else 0
-        same_N = same_texts(tokens.for_transformer, first.for_transformer, most)
-        shared = np.flatnonzero(same_N >= 0)
-        for block in blocks(len(shared), TEXTS_AT_ONCE):
-            some = shared[block]
-            values[some] = known[same_N[some]]
-        return np.flatnonzero(same_N < 0)
-
-    def _fill(
-        self,
-        values: np.ndarray,
-        what: What,
-        sources: Mapping[str, TokenCache],
-        rows: np.ndarray,
-    ) -> None:
-        """Compute the rows of `values` [N, D or W]."""
         *_, (name, tokens) = sources.items()
+        is_outputs = what == "outputs"
+        rows = np.arange(len(tokens))
+        first = next(iter(sources.values()))
+        # a text has two outputs where queries and labels have their own prompts
+        if known is not None and (not is_outputs or first.prompted is tokens.prompted is None):
+            most = 0 if is_outputs else self.encoder.settings.transformer_tokens
+            same_N = same_texts(tokens.for_transformer, first.for_transformer, most)
+            rows = np.flatnonzero(same_N < 0)
+            shared = np.flatnonzero(same_N >= 0)
+            for block in blocks(len(shared), TEXTS_AT_ONCE):
+                some = shared[block]
+                yield some, known[same_N[some]]
+        transformer: Any = self.encoder.transformer
         vectors: Mapping[str, np.ndarray] = {}
-        if what == "outputs" and self.encoder.transformer is not None:
+        if is_outputs and transformer is not None:
             vectors = self.read("vectors", sources)
-        with progress(total=len(rows), desc=f"encode {name}, cached", unit="text") as bar:
+        desc = f"encode {name}, cached"
+        is_quick = is_outputs or transformer.transformer.config.model_type == STATIC
+        if len(rows) > TEXTS_AT_ONCE and is_dividing() and not is_quick:
+            yield from self._from_shards(Job("frozen", desc, "text"), tokens, rows, path)
+            return
+        with progress(total=len(rows), desc=desc, unit="text") as bar:
             for block in blocks(len(rows), TEXTS_AT_ONCE):
-                for some, outputs in self.encoded(what, name, tokens, rows[block], vectors):
-                    values[rows[block][some]] = outputs
-                    bar.update(len(some))
+                some = rows[block]
+                for places, found in self.encoded(what, name, tokens, some, vectors):
+                    yield some[places], found
+                    bar.update(len(places))
 
     def encoded(
         self,
@@ -238,51 +233,29 @@ class FrozenCaches:
                 outputs = compute(texts)
             yield places, outputs.float().cpu().numpy()
 
-    def _divides(self, num_rows: int) -> bool:
-        """Whether shards of other processes are read: not for static vectors, which are found as
-        quickly here, and not with adapters, which are not among a transformer's own weights.
+    def _from_shards(
+        self, job: Job, tokens: TokenCache, rows: np.ndarray, path: Path
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Rows and their vectors [rows, D], which other processes compute. A shard is a block of
+        `_compute`, so that chunks have the same texts.
         """
-        encoder = self.encoder
-        if encoder.transformer is None or encoder.settings.lora.get("rank"):
-            return False
-        config: Any = encoder.transformer.transformer.config
-        return num_rows > TEXTS_AT_ONCE and is_dividing() and config.model_type != STATIC
+        transformer: Any = self.encoder.transformer
+        settings = {
+            "encoder": self.encoder.settings.model_dump() | {"kind": "transformer"},
+            "dense": transformer.dense_facts,
+            "device": self.device.type,
+            "amp": str(self.amp),
+            "tokens": str(tokens.path.absolute()),
+        }
 
-    def _merge_shards(
-        self,
-        values: np.ndarray,
-        sources: Mapping[str, TokenCache],
-        rows: np.ndarray,
-        path: Path,
-    ) -> None:
-        """Fill the rows of `values` [N, D] with the vectors that other processes compute. A shard
-        is a block of `_fill`, so that texts meet the same others in a chunk.
-        """
-        *_, (name, tokens) = sources.items()
-        transformer = self.encoder.transformer
-        assert transformer is not None
+        def write_inputs(folder: Path) -> None:
+            np.save(folder / _ROWS, rows)
+            write_config(transformer.transformer, folder)
+            write_tensors(folder / _WEIGHTS, transformer.state_dict())
 
-        def begin(folder: Path) -> Work:
-            with write_folder(folder / INPUTS, INPUTS, 1) as inputs:
-                np.save(inputs.path / _ROWS, rows)
-                write_config(transformer.transformer, inputs.path)
-                write_tensors(inputs.path / _WEIGHTS, transformer.state_dict())
-            settings = {
-                "encoder": self.encoder.settings.model_dump() | {"kind": "transformer"},
-                "dense": transformer.dense_facts,
-                "width": self.encoder.part_width,
-                "device": self.device.type,
-                "amp": str(self.amp),
-                "source": name,
-                "tokens": str(tokens.path.absolute()),
-            }
-            job = Job("frozen", f"encode {name}, cached", "text")
-            bounds = cuts(len(rows), -(-len(rows) // TEXTS_AT_ONCE), TEXTS_AT_ONCE)
-            return Work.begin(folder, job, {"cache": path.name}, settings, bounds)
-
-        with divided(path, begin) as shards:
+        with divided(path, job, settings, (len(rows), TEXTS_AT_ONCE), write_inputs) as shards:
             for block, shard in zip(blocks(len(rows), TEXTS_AT_ONCE), shards, strict=True):
-                values[rows[block]] = load_array(shard / _VALUES, np.float16, ndim=2)
+                yield rows[block], load_array(shard / _VALUES, np.float16, ndim=2)
 
 
 def write_shard(work: Work, number: int, threads: int = 0) -> None:
@@ -296,11 +269,9 @@ def write_shard(work: Work, number: int, threads: int = 0) -> None:
     """
     with _loading:
         caches, tokens, rows = _open_inputs(work.folder, work.key)
-    transformer = caches.encoder.transformer
-    assert transformer is not None
-    some = rows[slice(*work.rows(number))]
-    values = np.empty((len(some), transformer.width), dtype=np.float16)
-    for places, vectors in caches.encoded("vectors", work.settings["source"], tokens, some, {}):
+    first, end = work.rows(number)
+    values = np.empty((end - first, caches.encoder.width), dtype=np.float16)
+    for places, vectors in caches.encoded("vectors", "", tokens, rows[first:end], {}):
         values[places] = vectors
     with work.write(number) as out:
         np.save(out.path / _VALUES, values)
@@ -308,23 +279,18 @@ def write_shard(work: Work, number: int, threads: int = 0) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _open_inputs(folder: Path, key: str) -> tuple[FrozenCaches, TokenCache, np.ndarray]:
-    """The encoder, tokens and rows of a plan, cached so that a worker does not load them for each
-    shard.
+    """The transformer, tokens and rows of the plan with this key, cached so that a worker does not
+    load them for each shard.
     """
     settings = Work.open(folder).settings
     inputs = folder / INPUTS
     read_manifest(inputs, INPUTS, 1)
-    encoder = TextEncoder(
-        Encoder.model_validate(settings["encoder"]),
-        empty_transformer(inputs),
-        num_tokens=0,
-        width=settings["width"],
-        dense=[Dense(DenseLayer.model_validate(layer)) for layer in settings["dense"]],
-    )
-    assert encoder.transformer is not None
-    encoder.transformer.load_state_dict(read_tensors(inputs / _WEIGHTS))
+    dense = [Dense(DenseLayer(**layer)) for layer in settings["dense"]]
+    transformer = empty_transformer(inputs)
+    encoder = TextEncoder(Encoder(**settings["encoder"]), transformer, 0, 0, dense=dense)
+    encoder.get_submodule("transformer").load_state_dict(read_tensors(inputs / _WEIGHTS))
     device = torch.device(settings["device"])
     amp = getattr(torch, settings["amp"].removeprefix("torch."), None)
-    caches = FrozenCaches(encoder.to(device).eval(), folder, device, amp)
     tokens = TokenCache.open(settings["tokens"], verify=False)
+    caches = FrozenCaches(encoder.to(device).eval(), folder, device, amp)
     return caches, tokens, load_array(inputs / _ROWS, np.int64)

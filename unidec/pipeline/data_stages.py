@@ -20,7 +20,7 @@ from unidec.data.label_graph import build_label_graph, load_label_graph
 from unidec.data.propensity import build_propensity, load_propensity
 from unidec.data.spool import naming_space
 from unidec.data.storage import file_sha256, files_sha256, read_json, swap_folder
-from unidec.data.token_shards import TokenRequest, tokenise
+from unidec.data.token_shards import tokenise
 from unidec.data.tokens import TokenCache, encode_texts
 from unidec.errors import ConfigError, DataError
 from unidec.metric_names import GROUPS
@@ -140,8 +140,15 @@ def tokens(params: Params) -> dict[str, int]:
     ]
     for which, num_texts, prompt in kinds:
         path = paths.TOKENS / which
-        request = TokenRequest(which, section.text, str(folder), section.max_length, prompt)
-        tokenise(dataset, request, path)
+        tokenise(
+            dataset,
+            which,
+            path,
+            text=section.text,
+            tokenizer=folder,
+            max_length=section.max_length,
+            prompt=prompt,
+        )
         summary[f"{which}_texts"] = num_texts
         summary[f"{which}_tokens"] = int(TokenCache.open(path, verify=False).offsets[-1])
     return summary
