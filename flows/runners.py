@@ -27,7 +27,7 @@ from unidec.data.shards import Work, dividing
 from unidec.errors import ConfigError, TrainingError, UnidecError
 from unidec.pipeline.parent_watch import watch
 from unidec.pipeline.shard_jobs import run_shard
-from unidec.progress import progress
+from unidec.progress import progress, silence
 
 VARIABLE = "UNIDEC_RUNNER"
 SYNTAX = "processes or threads, also with :N workers, or dask://host:8786, ray://host:10001"
@@ -73,9 +73,10 @@ def _task_runner(runner: Runner) -> TaskRunner[Any]:
 
 
 def _begin_worker() -> None:
-    """Initialise a worker process: its parent handles Ctrl-C, and if the parent is killed, the
-    worker ends.
+    """Initialise a worker process: its parent handles Ctrl-C and shows the progress, and if the
+    parent is killed, the worker ends.
     """
+    silence()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
         watch(parent.pid)

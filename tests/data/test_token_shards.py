@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from unidec.data.dataset import XMCDataset
-from unidec.data.shards import Job, Work, dividing
+from unidec.data.shards import Work, dividing
 from unidec.data.token_shards import tokenise
-from unidec.errors import ArtifactError
 from unidec.pipeline.shard_jobs import run_shard
 
 TEXTS_A_SHARD = 8  # of 60 queries
@@ -88,9 +87,3 @@ def test_another_tokenizer_or_prompt_is_another_work(tokenise_queries, tmp_path:
     assert first == again and first.key != other.key
     assert first.job == ("tokens", "tokenise queries", "text")
     assert first.num_shards == 8
-
-
-def test_workers_of_other_versions_refuse_unknown_jobs(tmp_path: Path) -> None:
-    work = Work.begin(tmp_path, Job("dreams", "", ""), {}, {}, (0, 1))
-    with pytest.raises(ArtifactError, match=r"unknown job[\s\S]*dreams[\s\S]*same version"):
-        run_shard(work.folder, 0)

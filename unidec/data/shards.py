@@ -122,6 +122,11 @@ class Work:
     def num_rows(self) -> int:
         return self.bounds[-1]
 
+    @property
+    def inputs(self) -> Path:
+        """Folder of what workers read beside the data."""
+        return self.folder / INPUTS
+
     def rows(self, number: int) -> tuple[int, int]:
         """First (from 0) and last row (exclusive) of a shard."""
         return self.bounds[number], self.bounds[number + 1]

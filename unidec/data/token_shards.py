@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unidec.data.dataset import Text, XMCDataset
-from unidec.data.shards import INPUTS, Job, Work, divided, is_dividing
+from unidec.data.shards import Job, Work, divided, is_dividing
 from unidec.data.tokens import TokenCache, build_token_cache
 
-TEXTS_A_BATCH = 4096
 TEXTS_A_SHARD = 1 << 18  # seconds on one core
 _CACHE = "tokens"  # the token cache in a shard's folder
 
@@ -38,7 +37,7 @@ def tokenise(
         UnidecError: as `build_token_cache` and `shards.divided`.
     """
     num_texts = getattr(dataset, f"num_{which}")
-    read: dict[str, Any] = {"which": which, "text": text, "batch_size": TEXTS_A_BATCH}
+    read: dict[str, Any] = {"which": which, "text": text}
     made: dict[str, Any] = {"max_length": max_length, "meta": {"text": text}, "prompt": prompt}
     if num_texts <= TEXTS_A_SHARD or not is_dividing():
         texts = dataset.text_batches(**read)
@@ -47,23 +46,22 @@ def tokenise(
 
     def write_inputs(folder: Path) -> None:
         for file in tokenizer.glob("*.json"):
-            shutil.copyfile(file, folder / file.name)
+            shutil.copy(file, folder)
 
-    settings: dict[str, Any] = {"read": read, "made": made, "dataset": str(dataset.path.absolute())}
-    settings["sha256"] = dataset.sha256
+    place = str(dataset.path.absolute())
+    settings = {"read": read, "made": made, "dataset": place, "sha256": dataset.sha256}
     job = Job("tokens", f"tokenise {which}", "text")
     beside = out.parent.with_name(f"{out.parent.name}-{which}")
     with divided(beside, job, settings, (num_texts, TEXTS_A_SHARD), write_inputs) as shards:
         caches = (TokenCache.open(shard / _CACHE, verify=False) for shard in shards)
-        build_token_cache(caches, tokenizer, out=out, num_texts=num_texts, desc="merge", **made)
+        build_token_cache(caches, tokenizer, out=out, num_texts=num_texts, **made)
 
 
 def write_shard(work: Work, number: int, threads: int = 0) -> None:
     """Tokenise the texts of one shard. `threads` is not used: the tokenizer has its own."""
-    settings = work.settings
-    dataset = XMCDataset.open(settings["dataset"], verify=False)
+    read, made, place, _ = work.settings.values()
     first, end = work.rows(number)
-    texts = dataset.text_batches(**settings["read"], first=first, end=end)
-    given = settings["made"] | {"num_texts": end - first, "desc": None}
+    texts = XMCDataset.open(place, verify=False).text_batches(**read, first=first, end=end)
     with work.write(number) as out:
-        build_token_cache(texts, work.folder / INPUTS, out=out.path / _CACHE, **given)
+        cache = out.path / _CACHE
+        build_token_cache(texts, work.inputs, out=cache, num_texts=end - first, **made)

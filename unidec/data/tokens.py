@@ -442,7 +442,6 @@ def build_token_cache(
     meta: Mapping[str, Any] | None = None,
     *,
     prompt: str = "",
-    desc: str | None = "tokenise",
 ) -> Path:
     """Tokenise batches of texts into a folder, and return its path; needs memory for one batch and
     8 bytes per text. How texts are divided into batches does not change the bytes.
@@ -457,7 +456,6 @@ def build_token_cache(
         meta: further facts for the manifest, such as {"text": "title"}.
         prompt: if not empty, the prompted texts are in two more files, prompted-ids.npy and
             prompted-offsets.npy.
-        desc: title of the progress bar; None: no progress bar.
 
     Raises:
         DataError: a text cannot be tokenised.
@@ -468,7 +466,7 @@ def build_token_cache(
     lengths: list[list[Ints]] = [[] for _ in prefixes]
     with write_folder(out, KIND, VERSION, meta) as folder:
         with contextlib.ExitStack() as stack:
-            bar = stack.enter_context(progress(total=num_texts, desc=desc, unit="text"))
+            bar = stack.enter_context(progress(total=num_texts, desc="tokenise", unit="text"))
             dtype = _id_dtype(tokenizer.vocab_size)
             files = [growing_array(folder.path / f"{prefix}ids.npy", dtype) for prefix in prefixes]
             adds = [stack.enter_context(file) for file in files]

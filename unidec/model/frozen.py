@@ -10,7 +10,6 @@ Legend: N texts, D width of the transformer, W width of the encoder.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import threading
@@ -46,7 +45,8 @@ What = Literal["vectors", "outputs"]
 _VALUES = "values.npy"
 _ROWS = "rows.npy"
 _WEIGHTS = "weights.safetensors"
-_loading = threading.Lock()  # the threads of a process load a transformer only once
+# of the threads of a process: transformers changes torch's default type while it makes a model
+_loading = threading.Lock()
 
 
 def autocast(device: torch.device, amp: torch.dtype | None) -> torch.autocast:
@@ -244,7 +244,7 @@ class FrozenCaches:
             "encoder": self.encoder.settings.model_dump() | {"kind": "transformer"},
             "dense": transformer.dense_facts,
             "device": self.device.type,
-            "amp": str(self.amp),
+            "amp": str(self.amp).removeprefix("torch."),
             "tokens": str(tokens.path.absolute()),
         }
 
@@ -267,30 +267,20 @@ def write_shard(work: Work, number: int, threads: int = 0) -> None:
     Raises:
         ArtifactError: the inputs are missing or damaged, or the shard cannot be written.
     """
+    settings, dense, device, amp, tokens = work.settings.values()
     with _loading:
-        caches, tokens, rows = _open_inputs(work.folder, work.key)
-    first, end = work.rows(number)
-    values = np.empty((end - first, caches.encoder.width), dtype=np.float16)
-    for places, vectors in caches.encoded("vectors", "", tokens, rows[first:end], {}):
+        read_manifest(work.inputs, INPUTS, 1)
+        layers = [Dense(DenseLayer(**layer)) for layer in dense]
+        transformer = empty_transformer(work.inputs)
+        encoder = TextEncoder(Encoder(**settings), transformer, 0, 0, dense=layers)
+    weights = read_tensors(work.inputs / _WEIGHTS)
+    encoder.get_submodule("transformer").load_state_dict(weights)
+    encoder.to(device).eval()
+    caches = FrozenCaches(encoder, work.folder, torch.device(device), getattr(torch, amp, None))
+    rows = load_array(work.inputs / _ROWS, np.int64)[slice(*work.rows(number))]
+    values = np.empty((len(rows), encoder.width), dtype=np.float16)
+    cache = TokenCache.open(tokens, verify=False)
+    for places, vectors in caches.encoded("vectors", "", cache, rows, {}):
         values[places] = vectors
     with work.write(number) as out:
         np.save(out.path / _VALUES, values)
-
-
-@functools.lru_cache(maxsize=1)
-def _open_inputs(folder: Path, key: str) -> tuple[FrozenCaches, TokenCache, np.ndarray]:
-    """The transformer, tokens and rows of the plan with this key, cached so that a worker does not
-    load them for each shard.
-    """
-    settings = Work.open(folder).settings
-    inputs = folder / INPUTS
-    read_manifest(inputs, INPUTS, 1)
-    dense = [Dense(DenseLayer(**layer)) for layer in settings["dense"]]
-    transformer = empty_transformer(inputs)
-    encoder = TextEncoder(Encoder(**settings["encoder"]), transformer, 0, 0, dense=dense)
-    encoder.get_submodule("transformer").load_state_dict(read_tensors(inputs / _WEIGHTS))
-    device = torch.device(settings["device"])
-    amp = getattr(torch, settings["amp"].removeprefix("torch."), None)
-    tokens = TokenCache.open(settings["tokens"], verify=False)
-    caches = FrozenCaches(encoder.to(device).eval(), folder, device, amp)
-    return caches, tokens, load_array(inputs / _ROWS, np.int64)

@@ -6,7 +6,6 @@ import importlib
 import os
 
 from unidec.data.shards import Work
-from unidec.errors import ArtifactError
 
 # job -> module, whose function `write_shard(work, number, threads=...)` writes a shard; imported on
 # first use, as a job may need torch and another one may not
@@ -24,18 +23,10 @@ def run_shard(folder: str | os.PathLike[str], number: int, threads: int = 0) -> 
         threads: threads that compute it; 0: one for each core.
 
     Raises:
-        ArtifactError: there is no plan, or one of another version; or the shard cannot be written.
+        ArtifactError: there is no plan, or the shard cannot be written.
     """
     work = Work.open(folder)
     if work.is_whole(number):
         return
-    module = _MODULES.get(work.job.name)
-    if module is None:
-        raise ArtifactError(
-            "an unknown job",
-            where=work.folder,
-            got=work.job.name,
-            expected=", ".join(_MODULES),
-            fix="install the same version of unidec on all machines",
-        )
-    importlib.import_module(module).write_shard(work, number, threads=threads)
+    module = importlib.import_module(_MODULES[work.job.name])
+    module.write_shard(work, number, threads=threads)
