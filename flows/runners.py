@@ -48,8 +48,8 @@ def parse_runner(text: str | None) -> Runner:
     match `SYNTAX`.
     """
     text = text or os.environ.get(VARIABLE) or "processes"
-    if found := re.fullmatch(r"(dask|ray)://(\S+:\d+)", text):
-        return Runner(found[1], address=("tcp://" if found[1] == "dask" else "ray://") + found[2])
+    if found := re.fullmatch(r"(dask|ray)://\S+:\d+", text):
+        return Runner(found[1], address=text.replace("dask:", "tcp:"))
     if found := re.fullmatch(r"(processes|threads)(?::([1-9]\d{0,3}))?", text):
         return Runner(found[1], int(found[2] or num_threads()))
     raise ConfigError("no such runner", where=f"runner (or {VARIABLE})", got=text, expected=SYNTAX)
@@ -78,8 +78,8 @@ def _begin_worker() -> None:
     """
     silence()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
-        watch(parent.pid)
+    parent: Any = multiprocessing.parent_process()
+    watch(parent.pid)
 
 
 @task(
@@ -114,11 +114,7 @@ def write_shards(work: Work, runner: str | None = None) -> None:
     errors: dict[int, Exception] = {}
     bar = progress(total=sum(map(work.size, missing)), desc=work.job.title, unit=work.job.unit)
     # must be set before the workers start: OpenMP reads it only once
-    cores = (
-        lifecycle.environment("OMP_NUM_THREADS", str(threads))
-        if threads
-        else contextlib.nullcontext()
-    )
+    cores = lifecycle.environment("OMP_NUM_THREADS", str(threads or num_threads()))
     with bar, cores, _task_runner(where) as pool, _no_orphans():
         given = {
             "folder": unmapped(str(work.folder)),

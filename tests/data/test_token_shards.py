@@ -26,8 +26,8 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def tokenise_queries(tiny_dataset: XMCDataset, tiny_bert: Path):
     def tokenise_queries(out: Path, prompt: str) -> None:
-        given = {"text": "title+content", "tokenizer": tiny_bert, "max_length": 16}
-        tokenise(tiny_dataset, "queries", out, prompt=prompt, **given)
+        options = {"max_length": 16, "meta": {"text": "title+content"}, "prompt": prompt}
+        tokenise(tiny_dataset, "queries", out, tiny_bert, options)
 
     return tokenise_queries
 

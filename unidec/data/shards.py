@@ -21,6 +21,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,8 +105,8 @@ class Work:
         path = Path(folder) / PLAN
         try:
             plan = json.loads(path.read_bytes())
-            bounds = tuple(plan["bounds"])
-            return cls(path.parent, Job(*plan["job"]), plan["key"], bounds, plan["settings"])
+            bounds = tuple(plan.pop("bounds"))
+            return cls(path.parent, Job(*plan.pop("job")), bounds=bounds, **plan)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ArtifactError(
                 "no readable plan of shards",
@@ -127,12 +128,13 @@ class Work:
         """Folder of what workers read beside the data."""
         return self.folder / INPUTS
 
-    def rows(self, number: int) -> tuple[int, int]:
+    def rows(self, number: int) -> tuple[int, ...]:
         """First (from 0) and last row (exclusive) of a shard."""
-        return self.bounds[number], self.bounds[number + 1]
+        return self.bounds[number : number + 2]
 
     def size(self, number: int) -> int:
-        return self.bounds[number + 1] - self.bounds[number]
+        first, end = self.rows(number)
+        return end - first
 
     def name(self, number: int) -> str:
         """Name of a shard in messages: "shard 4 of 8 (rows 3,000 to 3,999)"."""
@@ -154,7 +156,7 @@ class Work:
 
     def missing(self) -> list[int]:
         """Numbers of the shards that still have to be written, ascending."""
-        return [number for number in range(self.num_shards) if not self.is_whole(number)]
+        return list(filterfalse(self.is_whole, range(self.num_shards)))
 
     def write(self, number: int) -> contextlib.AbstractContextManager[Folder]:
         """Context in which a shard's folder is written; see `storage.write_folder`."""
@@ -175,7 +177,7 @@ class Work:
                 got=", ".join(map(self.name, missing[:3])),
                 fix="run the same command again; all workers must share this folder",
             )
-        yield [self.path(number) for number in range(self.num_shards)]
+        yield list(map(self.path, range(self.num_shards)))
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -214,15 +216,15 @@ def divided(
 
     Args:
         output: the shards are beside it (`shards_folder`).
-        settings: of the work; with the inputs they determine the result.
+        settings: of the work; with the inputs they determine the result. Workers unpack their
+            values in this order.
         size: number of rows, and of rows in a shard.
         write_inputs: writes files for the workers into a folder.
 
     Raises:
         UnidecError: a shard's error; what `alone` and `Work.whole` raise.
     """
-    write = _write.get()
-    assert write is not None
+    write: Any = _write.get()
     folder = shards_folder(output)
     inputs = folder / INPUTS
     num_rows, rows_a_shard = size

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, NonNegativeInt
 
 from unidec.data.array_file import growing_array
+from unidec.data.chunks import blocks
 from unidec.data.storage import (
     REBUILD,
     file_sha256,
@@ -412,8 +413,8 @@ def encode_texts(
     tokenizer = load_tokenizer(tokenizer_folder, max_length)
     if isinstance(texts, str):
         raise DataError("texts must be a list", got="one string", fix="pass [text]")
-    starts = range(0, max(len(texts), 1), _ENCODE_AT_ONCE)
-    encoded = [tokenizer.encode(texts[start : start + _ENCODE_AT_ONCE]) for start in starts]
+    parts = blocks(max(len(texts), 1), _ENCODE_AT_ONCE)
+    encoded = [tokenizer.encode(texts[part]) for part in parts]
     ids, lengths = zip(*encoded, strict=True)
     tokens = Tokens(
         np.concatenate(ids), _offsets(lengths), tokenizer.vocab_size, tokenizer.pad_id, max_length
@@ -430,7 +431,7 @@ def behind(prompt: str, texts: Iterable[str]) -> list[str]:
 
 def _offsets(lengths: Sequence[NDArray[Any]]) -> Ints:
     """Offset of each text in the flat array of ids, followed by the array's length."""
-    return np.cumsum(np.concatenate([np.zeros(1, dtype=np.int64), *lengths]), dtype=np.int64)
+    return np.concatenate([[0], *lengths]).cumsum(dtype=np.int64)
 
 
 def build_token_cache(
@@ -471,14 +472,13 @@ def build_token_cache(
             files = [growing_array(folder.path / f"{prefix}ids.npy", dtype) for prefix in prefixes]
             adds = [stack.enter_context(file) for file in files]
             for batch in texts:
-                tokens = batch
-                if not isinstance(tokens, Tokens):
-                    tokens = encode_texts(tokens, tokenizer_folder, max_length, prompt)
-                kinds = (tokens, tokens.for_transformer)
+                if not isinstance(batch, Tokens):
+                    batch = encode_texts(batch, tokenizer_folder, max_length, prompt)
+                kinds = (batch, batch.for_transformer)
                 for kind, add_ids, known in zip(kinds, adds, lengths, strict=False):
                     add_ids(kind.ids)
                     known.append(kind.lengths().astype(np.int32))
-                bar.update(len(tokens))
+                bar.update(len(batch))
         for prefix, known in zip(prefixes, lengths, strict=True):
             np.save(folder.path / f"{prefix}offsets.npy", _offsets(known))
         folder.meta |= {"prompt": prompt} if prompt else {}

@@ -113,20 +113,20 @@ class FrozenCaches:
         part: TransformerEncoder | TextEncoder = encoder
         facts: dict[str, Any] = {"what": what}
         if what == "outputs":
-            facts["settings"] = output_settings(encoder.settings)
-            facts["unit"] = encoder.unit_vectors
+            settings = output_settings(encoder.settings)
+            facts |= {"settings": settings, "unit": encoder.unit_vectors}
         elif encoder.transformer is not None:
             part = encoder.transformer
-            facts["pooling"] = part.pooling
-            facts["frozen_layers"] = part.num_frozen_layers
-            facts["tokens_read"] = encoder.settings.transformer_tokens
+            facts |= {
+                "pooling": part.pooling,
+                "frozen_layers": part.num_frozen_layers,
+                "tokens_read": encoder.settings.transformer_tokens,
+            }
             if part.dense_facts:
                 facts["dense"] = part.dense_facts
             if part.width != part.full_width:
                 facts["width"] = part.width
-        facts["weights"] = frozen_sha256(part)
-        facts["amp"] = str(self.amp)
-        facts["version"] = VERSION
+        facts |= {"weights": frozen_sha256(part), "amp": str(self.amp), "version": VERSION}
         values: dict[str, np.ndarray] = {}
         first = next(iter(tokens))
         for name in tokens:

@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -131,26 +130,16 @@ def tokens(params: Params) -> dict[str, int]:
     """
     dataset = paths.open_dataset()
     section = params.tokens
-    summary = {}
+    summary: dict[str, int] = {}
     folder = checked_encoder(params)
     encoder = resolved(params.encoder, folder)
-    kinds: list[tuple[Literal["queries", "labels"], int, str]] = [
-        ("queries", dataset.num_queries, encoder.query_prompt),
-        ("labels", dataset.num_labels, encoder.label_prompt),
-    ]
-    for which, num_texts, prompt in kinds:
+    prompts = {"queries": encoder.query_prompt, "labels": encoder.label_prompt}
+    made = {"max_length": section.max_length, "meta": {"text": section.text}}
+    for which, prompt in prompts.items():
         path = paths.TOKENS / which
-        tokenise(
-            dataset,
-            which,
-            path,
-            text=section.text,
-            tokenizer=folder,
-            max_length=section.max_length,
-            prompt=prompt,
-        )
-        summary[f"{which}_texts"] = num_texts
-        summary[f"{which}_tokens"] = int(TokenCache.open(path, verify=False).offsets[-1])
+        tokenise(dataset, which, path, folder, made | {"prompt": prompt})
+        meta = TokenCache.open(path, verify=False).meta
+        summary |= {f"{which}_{what}": meta[f"num_{what}"] for what in ("texts", "tokens")}
     return summary
 
 
