@@ -12,7 +12,7 @@ from unidec.data.dataset import XMCDataset
 from unidec.data.shards import Job, Work, divided, is_dividing
 from unidec.data.tokens import TokenCache, build_token_cache
 
-TEXTS_A_SHARD = 1 << 18  # seconds on one core
+TEXTS_A_SHARD = 1 << 18  # about ten seconds on one core
 _CACHE = "tokens"  # the token cache in a shard's folder
 
 
