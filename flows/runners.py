@@ -133,7 +133,7 @@ def write_shards(work: Work, runner: str | None = None) -> None:
             raise type(first)(f"{work.name(number)} failed\n{first}") from first
         raise TrainingError(
             f"{len(errors)} of {work.num_shards} shards failed, first {work.name(number)}: "
-            f"{first or repr(first)}",
+            f"{first!r}",
             where=work.folder,
             fix="re-run the command: it resumes with the missing shards",
         ) from first

@@ -129,7 +129,7 @@ class XMCDataset:
         self,
         which: Literal["queries", "labels"],
         text: Text = "title",
-        batch_size: int = 4096,
+        batch_size: int = 8192,
         first: int = 0,
         end: int | None = None,
     ) -> Iterator[list[str]]:
