@@ -27,6 +27,7 @@ from unidec import pipeline
 from unidec.addresses import without_credentials
 from unidec.cli.init import matches_git
 from unidec.config import Params, Source
+from unidec.data.shards import is_dividing
 from unidec.errors import ArtifactError, ConfigError, DataError, TrainingError, UnidecError
 from unidec.pipeline import paths
 from unidec.tracking.repository import is_inside
@@ -260,6 +261,12 @@ def prepare_data(params: Params, stages: tuple[str, ...]) -> list[str]:
     if not changed:
         lifecycle.say("the data is up to date")
         return work
+    if is_dividing():  # a process that DVC starts has no runner
+        before = stages[: stages.index("tokens")]
+        lifecycle.run("prepare dataset", make_data, before, retry=True)
+        if stale(("tokens",))[0]:
+            lifecycle.run("tokens", pipeline.tokens, params)
+            commit(["tokens"])
     lifecycle.run("prepare data", make_data, stages, retry=True)
     return stale()[1]
 

@@ -66,6 +66,7 @@ def running() -> Iterator[None]:
     Raises:
         TrainingError: the server did not start.
     """
+    from prefect import context
     from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 
     port = 0 if PREFECT_API_URL.value() else start()
@@ -85,10 +86,14 @@ def running() -> Iterator[None]:
     threading.Thread(target=_watch, args=(process, over), daemon=True).start()
     # the temporary server has no pages, and no automation that uses heartbeats
     unset = {PREFECT_UI_URL: "", "flows.heartbeat_frequency": None}
+    outside = context.GLOBAL_SETTINGS_CONTEXT
     try:
         with temporary_settings({PREFECT_API_URL: address, **unset}):
+            # for threads of Prefect's pools of processes: else they start another server
+            context.GLOBAL_SETTINGS_CONTEXT = context.get_settings_context()
             yield
     finally:
+        context.GLOBAL_SETTINGS_CONTEXT = outside
         over.set()
 
 

@@ -10,6 +10,7 @@ examples:
   python -m flows.train --force --start cold         ... from scratch, not from the champion
   python -m flows.train --set optim.epochs=3         a trial, in runs/own/: not registered
   python -m flows.train --set optim.epochs=3 --register    ... registered as challenger
+  python -m flows.train --runner dask://scheduler:8786     ... texts are encoded by a cluster
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any, Literal
 
 from prefect import flow
 
-from flows import lifecycle, publish, reproduce, server
+from flows import lifecycle, publish, reproduce, runners, server
 from flows.decide import decide, share
 from flows.decide import summary as in_words  # noqa: F401  what `flows.command` prints
 from flows.lifecycle import run
@@ -56,6 +57,7 @@ def train(
     steps: str | list[str] = "all",
     params_file: str = "params.yaml",
     register_trial: bool = False,
+    runner: str | None = None,
 ) -> Any:
     """Retrains: fetches data, trains what is out of date, registers, runs the gate and promotes;
     or runs some of these steps.
@@ -71,6 +73,9 @@ def train(
             label_graph, train, index, evaluate, register, separated by commas.
         params_file: parameter file; another file than params.yaml makes a trial.
         register_trial: also register a trial's bundle, as `challenger`.
+        runner: divide texts to tokenise, or to encode by a frozen transformer, into shards:
+            processes, threads (:N workers), dask://host:port or ray://host:port; default
+            UNIDEC_RUNNER, none.
 
     Returns:
         what was done: {"steps", and if they ran "start", "epoch", what `unidec.pipeline.evaluate`
@@ -80,7 +85,7 @@ def train(
     Raises:
         UnidecError: an error in parameters, data, artifacts or training; not retried.
     """
-    with lifecycle.at_work():
+    with lifecycle.at_work(), runners.stages_in_shards(runner):
         wanted = parse_steps(steps)
         params = load_params(params_file, overrides)
         pipeline.check_before_work(params, wanted)
@@ -248,6 +253,7 @@ def prepare(options: dict[str, Any]) -> dict[str, Any] | None:
 
     If no server is configured and there is nothing to do, the result is returned, and no flow run
     is needed."""
+    runners.parse_runner(options["runner"])
     params = load_params(options["params_file"], options["overrides"])
     pipeline.check_before_work(params, parse_steps(options["steps"]))
     through_dvc = (

@@ -17,7 +17,7 @@ DECIDED_BY: dict[str, tuple[str, ...]] = {
     # results of the pipeline, by the names that parameters use (`unidec.config.Result`)
     "data": ("data",),
     "checks": ("validation",),
-    "tokens": ("data/tokens.py",),
+    "tokens": ("data/tokens.py", "data/token_shards.py"),
     "propensity": ("data/propensity.py",),
     "label_graph": ("data/label_graph.py",),
     "training": ("model", "methods", "training", "data/chunks.py", "pipeline/seen.py"),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unidec.data.shards import Work, alone, cuts
+from unidec.data.shards import Job, Work, alone, cuts
 from unidec.errors import ArtifactError, ConfigError
 
 
@@ -31,7 +31,8 @@ def test_cuts_hold_every_row_once_and_begin_at_batches(num_rows, shards, multipl
 
 
 def begin(folder: Path, facts: dict | None = None, shards: int = 4) -> Work:
-    return Work.begin(folder, facts or {"input": "a"}, {"path": "/x"}, cuts(10, shards, 1))
+    job = Job("numbers", "count", "row")
+    return Work.begin(folder, job, facts or {"input": "a"}, {"path": "/x"}, cuts(10, shards, 1))
 
 
 def fill(work: Work, number: int) -> None:

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -18,10 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from helpers.shard_workers import once_a_shard_is_whole, workers_of
 from helpers.tiny_transformer import write_transformer
 
-from unidec.bundle.predict_file import FileRequest, begin_predictions, predict_file, run_shard
+from unidec.bundle.predict_file import FileRequest, begin_predictions, merge, predict_file
 from unidec.errors import ArtifactError, ConfigError, DataError, TrainingError
+from unidec.pipeline.shard_jobs import run_shard
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ROWS = 6000
@@ -44,15 +45,17 @@ NUM_LABELS = 50
 
 
 @pytest.fixture(scope="module")
-def module():
-    from flows import predict
+def runners():
+    from flows import runners
 
-    return predict
+    return runners
 
 
 @pytest.fixture(scope="module")
-def predict(module):
-    return module.predict
+def predict():
+    from flows.predict import predict
+
+    return predict
 
 
 @pytest.fixture(scope="module")
@@ -144,20 +147,6 @@ def cluster():
         yield cluster
 
 
-def once_a_shard_is_whole(folder: Path, act) -> threading.Thread:
-    """Calls `act` in a thread when the first shard is there."""
-
-    def wait() -> None:
-        end = time.monotonic() + 200
-        while not list(folder.glob("0*-of-*")) and time.monotonic() < end:
-            time.sleep(0.002)
-        act()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread
-
-
 def test_processes_of_this_machine(ask, tmp_path):
     killed = []
 
@@ -203,12 +192,12 @@ def begin(place: Path, output: Path, shards: int, done=()):
     return work
 
 
-def test_only_what_is_missing_is_written(place, tmp_path, module, prefect_server):
+def test_only_what_is_missing_is_written(place, tmp_path, runners, prefect_server):
     plan = begin(place, tmp_path / "out.parquet", SHARDS, done=(0, 1, 2, 4, 5))
     before = {path.name: path.stat().st_mtime_ns for path in plan.folder.glob("0*")}
-    module.write_shards(plan, "processes:2")  # one alone is written here, without a pool
+    runners.write_shards(plan, "processes:2")  # one alone is written here, without a pool
     assert plan.missing() == []
-    module.write_shards(plan)
+    runners.write_shards(plan)
     assert (
         before.items()
         < {path.name: path.stat().st_mtime_ns for path in plan.folder.glob("0*")}.items()
@@ -216,41 +205,41 @@ def test_only_what_is_missing_is_written(place, tmp_path, module, prefect_server
 
 
 def test_a_shard_that_cannot_be_written_is_named(
-    place, tmp_path, module, monkeypatch, prefect_server
+    place, tmp_path, runners, monkeypatch, prefect_server
 ):
     def fail(folder, number, threads):
         if number == 4:  # which of two fails first is chance
             raise DataError("no text", where="row 5000")
 
-    monkeypatch.setattr(module.predict_file, "run_shard", fail)
+    monkeypatch.setattr(runners, "run_shard", fail)
     with pytest.raises(DataError, match=r"shard 5 of 6 \(rows 4,096 to 5,119\) failed\n.*row 5000"):
-        module.write_shards(
+        runners.write_shards(
             begin(place, tmp_path / "out.parquet", SHARDS, done=(0, 1, 2, 3)), "threads:2"
         )
 
 
 def test_workers_that_see_other_folders_are_found_out(
-    place, tmp_path, module, monkeypatch, prefect_server
+    place, tmp_path, runners, monkeypatch, prefect_server
 ):
     plan = begin(place, tmp_path / "out.parquet", 2)
-    monkeypatch.setattr(module.predict_file, "run_shard", lambda folder, number, threads: None)
-    module.write_shards(plan, "threads:1")
+    monkeypatch.setattr(runners, "run_shard", lambda folder, number, threads: None)
+    runners.write_shards(plan, "threads:1")
     with pytest.raises(
         ArtifactError, match=r"2 of 2 shards are missing[\s\S]*must share this folder"
     ):
-        module.predict_file.merge(plan)
+        merge(plan)
 
 
-def test_a_shard_that_keeps_failing_is_named(place, tmp_path, module, monkeypatch, prefect_server):
+def test_a_shard_that_keeps_failing_is_named(place, tmp_path, runners, monkeypatch, prefect_server):
     plan = begin(place, tmp_path / "out.parquet", 2)
 
     def fail(folder, number, threads):
         raise RuntimeError("no luck")
 
-    monkeypatch.setattr(module.predict_file, "run_shard", fail)
-    monkeypatch.setattr(module, "shard", module.shard.with_options(retries=0))
+    monkeypatch.setattr(runners, "run_shard", fail)
+    monkeypatch.setattr(runners, "shard", runners.shard.with_options(retries=0))
     with pytest.raises(TrainingError, match=r"2 of 2 shards failed, first shard 1 of 2 .*no luck"):
-        module.write_shards(plan, "threads:2")
+        runners.write_shards(plan, "threads:2")
 
 
 @pytest.mark.parametrize(
@@ -262,19 +251,19 @@ def test_a_shard_that_keeps_failing_is_named(place, tmp_path, module, monkeypatc
         ("ray://head:10001", "ray", "ray://head:10001", 0),
     ],
 )
-def test_one_setting_chooses_the_runner(module, monkeypatch, text, kind, address, workers):
-    assert module.parse_runner(text) == module.Runner(kind, workers, address)
+def test_one_setting_chooses_the_runner(runners, monkeypatch, text, kind, address, workers):
+    assert runners.parse_runner(text) == runners.Runner(kind, workers, address)
     monkeypatch.setenv("UNIDEC_RUNNER", text)
-    assert module.parse_runner(None) == module.Runner(kind, workers, address)
+    assert runners.parse_runner(None) == runners.Runner(kind, workers, address)
 
 
 @pytest.mark.parametrize(
     "text",
     ["spark", "processes:0", "dask:2", "dask://host", "processes://x:1", "tcp://x:1", "ray:x"],
 )
-def test_an_unknown_runner_is_refused(module, text):
+def test_an_unknown_runner_is_refused(runners, text):
     with pytest.raises(ConfigError, match="no such runner"):
-        module.parse_runner(text)
+        runners.parse_runner(text)
 
 
 def test_help_and_deployment(predict, capsys):
@@ -360,19 +349,3 @@ def test_stopped_on_the_way(place, tmp_path, number):
         process.wait()
         for pid in [*workers_of(tmp_path / "home", servers=True)]:
             os.kill(pid, signal.SIGKILL)
-
-
-def workers_of(home: Path, servers: bool = False) -> list[int]:
-    """Processes with this PREFECT_HOME (Linux); Prefect's temporary server, which a SIGKILL leaves,
-    only if asked.
-    """
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if f"PREFECT_HOME={home}".encode() in entry.read_bytes().split(b"\0") and (
-                servers or b"prefect.server" not in (entry.parent / "cmdline").read_bytes()
-            ):
-                found.append(int(entry.parent.name))
-        except OSError:  # gone, or not ours
-            continue
-    return found

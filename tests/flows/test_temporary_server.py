@@ -13,9 +13,11 @@ import psutil
 # a flow as `python -m flows.train` runs it, with what it leaves to look at
 PROGRAM = """
 import json, os, sys
+from concurrent.futures import ThreadPoolExecutor
 from flows import command, server
 server.start()
 from prefect import flow, task
+from prefect.settings import PREFECT_API_URL
 from flows import lifecycle
 from flows.ending import Ending
 import psutil
@@ -31,7 +33,9 @@ def small():
         children = psutil.Process().children()
         servers = [child.pid for child in children if "flows.server" in child.cmdline()]
         tags = json.loads(os.environ[lifecycle.RUN_TAGS])
-        return {"servers": servers, "tags": tags}
+        with ThreadPoolExecutor() as pool:  # as Prefect's pools of processes do
+            addresses = [PREFECT_API_URL.value(), pool.submit(PREFECT_API_URL.value).result()]
+        return {"servers": servers, "tags": tags, "addresses": addresses}
 
 def run():
     with server.running():
@@ -63,6 +67,8 @@ def test_it_starts_once_outside_of_the_flows_process_and_ends_with_it(tmp_path, 
     result = json.loads(result)
     assert json.loads(imported) is False, "the flow's process imported the server's code"
     assert len(result["servers"]) == 1
+    address, in_thread = result["addresses"]
+    assert address == in_thread, "a thread would start another server"
     end = time.monotonic() + 10  # it looks for the flow's process every second
     while psutil.pid_exists(result["servers"][0]):
         assert time.monotonic() < end

@@ -498,7 +498,7 @@ def prepare(run, flow_module, monkeypatch):
             "force": False,
             "promote": None,
         }
-        return flow_module.prepare(plain | {"register_trial": False} | given)
+        return flow_module.prepare(plain | {"register_trial": False, "runner": None} | given)
 
     start.servers = []
     monkeypatch.setattr(flow_module.server, "is_needed", lambda: True)
@@ -581,6 +581,7 @@ def test_command_line(place, stages, flow_module, stand_in, monkeypatch, capsys)
         "promote": None,
         "steps": "train",
         "register_trial": False,
+        "runner": None,
     }
     assert calls == [{**told, "overrides": {"pool.beta": 2}, "params_file": "params.yaml"}]
     assert json.loads(capsys.readouterr().out) == {"version": 1}

@@ -2,16 +2,22 @@
 decides them.
 """
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
+from helpers.tiny_tokenizers import write_static
 
-from unidec.config import Encoder
+from unidec.config import Encoder, Model
+from unidec.data.shards import dividing
 from unidec.data.tokens import TokenCache, build_token_cache
 from unidec.errors import ArtifactError
 from unidec.model.encoder import TextEncoder, load_transformer
 from unidec.model.encoder_inputs import InputBuilder
 from unidec.model.frozen import FrozenCaches, cached_inputs, frozen_sha256
+from unidec.model.unidec import UniDEC
+from unidec.pipeline.shard_jobs import run_shard
 
 CPU = torch.device("cpu")
 
@@ -203,3 +209,105 @@ def test_hash_of_a_frozen_encoder_is_of_all_its_weights(tiny_bert):
         parameter.data[..., -1] += 1
         seen.add(frozen_sha256(encoder))
     assert len(seen) == 1 + len(list(encoder.parameters()))
+
+
+# -- shards
+# -------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """In place of a signal that ends the process."""
+
+
+def pair_of_caches(folder, root):
+    """Tokens of 40 queries, and of labels of which 4 have the text of a query."""
+    queries = [f"text {number} of {'very ' * (number % 5)}many" for number in range(40)]
+    texts = {"queries": queries, "labels": [*queries[5:9], *(f"own {n} text" for n in range(20))]}
+    for name, own in texts.items():
+        build_token_cache([own], folder, 16, root / name, len(own), prompt=f"{name}: ")
+    return {name: TokenCache.open(root / name) for name in texts}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "amp", "settings"),
+    [
+        ("bert", None, {"width": 9, "transformer_tokens": 5}),
+        ("bert", torch.bfloat16, {"frozen": True, "kind": "both", "residual": True}),
+        ("gemma3", None, {}),  # linear layers after the pooling
+        ("t5", None, {"frozen": True, "trainable_layers": -1}),
+        ("modernbert", None, {"kind": "both"}),
+    ],
+)
+def test_shards_give_the_bytes_of_one_piece(
+    tiny_encoder, tmp_path, monkeypatch, architecture, amp, settings
+):
+    monkeypatch.setattr("unidec.model.frozen.TEXTS_AT_ONCE", 8)
+    folder = tiny_encoder(architecture)
+    tokens = pair_of_caches(folder, tmp_path)
+    torch.manual_seed(0)
+    given = Encoder(**{"kind": "transformer"} | settings)
+    model = UniDEC.create(given, Model(), 3, folder, 0, {"tokens": {"max_length": 16}})
+    for parameter in model.encoder.transformer.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)  # not the weights of the encoder's folder
+    written = []
+
+    def write(work):
+        for number in work.missing():
+            if len(written) == 2:
+                raise Killed
+            run_shard(work.folder, number)
+            written.append(f"{work.job.title} {number}")
+
+    what = "outputs" if given.frozen else "vectors"
+    FrozenCaches(model.encoder, tmp_path / "whole", CPU, amp).read(what, tokens)
+    caches = FrozenCaches(model.encoder, tmp_path / "cache", CPU, amp)
+    with dividing(write):
+        with pytest.raises(Killed):
+            caches.read(what, tokens)
+        (values,) = tmp_path.glob("cache/*.shards/00001-of-00005/values.npy")
+        values.write_bytes(values.read_bytes()[:-1])  # damaged: computed again
+        written.clear()
+        with pytest.raises(Killed):
+            caches.read(what, tokens)
+        assert written == ["encode queries, cached 1", "encode queries, cached 2"]
+        written.extend("xyz")  # not killed any more
+        caches.read(what, tokens)
+    assert written[5:] == [
+        *(f"encode queries, cached {number}" for number in (3, 4)),
+        *(f"encode labels, cached {number}" for number in (0, 1, 2)),
+    ]
+    found, expected = (
+        {path.relative_to(root): path.read_bytes() for path in root.rglob("*.*")}
+        for root in (tmp_path / "cache", tmp_path / "whole")
+    )
+    assert found == expected
+
+
+def test_what_no_other_process_could_compute_is_computed_here(
+    tiny_bert, tiny_tokens, tmp_path, monkeypatch
+):
+    """The bag of a frozen encoder, and static vectors: both are looked up."""
+    monkeypatch.setattr("unidec.model.frozen.TEXTS_AT_ONCE", 8)
+    static = tmp_path / "static"
+    shutil.copytree(tiny_bert, static)
+    write_static(static)
+    encoders = [
+        (make_whole(tiny_bert, kind="bag"), "outputs"),
+        (make_encoder(static), "vectors"),
+    ]
+    with dividing(pytest.fail):
+        for encoder, what in encoders:
+            found = FrozenCaches(encoder, tmp_path / what, CPU, None).read(what, tiny_tokens)
+            assert len(found["queries"]) == 60
+
+
+def test_a_worker_refuses_damaged_weights(tiny_bert, tiny_tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr("unidec.model.frozen.TEXTS_AT_ONCE", 8)
+
+    def write(work):
+        weights = work.folder / "inputs" / "weights.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+        run_shard(work.folder, 0)
+
+    with dividing(write), pytest.raises(ArtifactError, match=r"damaged[\s\S]*weights.safetensors"):
+        cached(make_encoder(tiny_bert), tiny_tokens["labels"], tmp_path)

@@ -1,8 +1,8 @@
 """Predicts files of queries in shards, so that memory does not grow with the file and a killed run
 can be resumed.
 
-A runner maps `run_shard` over processes or machines; `predict_file` does all the work in one
-process.
+A runner maps shards over processes or machines (`unidec.pipeline.shard_jobs`); `predict_file` does
+all the work in one process.
 
 First, the texts are copied into one record batch per encoded batch. Threads predict whole batches
 and use no further threads; shards begin at batch boundaries. So the output is the same, byte for
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -30,7 +29,7 @@ from unidec.bundle.text_file import read_texts
 from unidec.config import RawBounds
 from unidec.cores import in_order, num_threads, thread_pool
 from unidec.data.raw_lines import DEFAULT_BOUNDS
-from unidec.data.shards import Work, alone, cuts, shards_folder
+from unidec.data.shards import Job, Work, alone, cuts, shards_folder
 from unidec.data.storage import file_sha256, folder_sha256, read_manifest, write_file
 from unidec.errors import ArtifactError, DataError
 from unidec.progress import progress
@@ -38,6 +37,7 @@ from unidec.ranking.query_encoder import Runtime, open_encoder
 
 # seconds for a bag of tokens, a few minutes for a transformer on one core
 QUERIES_A_SHARD = 1 << 16
+JOB = Job("predictions", "predict", "query")
 ENDINGS = (".parquet", ".csv", ".tsv", ".jsonl")
 TEXTS = "texts.arrow"  # copy of the texts, beside the plan
 SHARD = "predictions.arrow"
@@ -93,7 +93,7 @@ def predict_file(
         work = begin_predictions(request, shards, bounds)
         missing = work.missing()
         num_missing = sum(map(work.size, missing))
-        with progress(total=num_missing, desc="predict", unit="query") as bar:
+        with progress(total=num_missing, desc=JOB.title, unit=JOB.unit) as bar:
             for number in missing:
                 write_shard(work, number, bar.update)
         merge(work)
@@ -143,7 +143,7 @@ def begin_predictions(
         "output": str(target),
         "bundle_sha256": sha256,
     }
-    return Work.begin(folder, facts, settings, cuts(num_rows, count, request.batch_size))
+    return Work.begin(folder, JOB, facts, settings, cuts(num_rows, count, request.batch_size))
 
 
 def _copy_texts(texts: Iterator[str], target: Path, batch_size: int) -> int:
@@ -164,21 +164,6 @@ def _copy_texts(texts: Iterator[str], target: Path, batch_size: int) -> int:
     return num_rows
 
 
-def run_shard(folder: str | os.PathLike[str], number: int, threads: int = 0) -> None:
-    """Write one shard of a plan if it is missing, in any process with access to the folder.
-
-    Args:
-        threads: threads that predict; 0: one for each core.
-
-    Raises:
-        ArtifactError: there is no plan, or as `write_shard`.
-    """
-    work = Work.open(folder)
-    if work.is_whole(number):
-        return
-    write_shard(work, number, threads=threads)
-
-
 def write_shard(
     work: Work,
     number: int,
@@ -189,7 +174,7 @@ def write_shard(
 
     Args:
         show: called with the number of queries of each finished batch.
-        threads: as in `run_shard`.
+        threads: threads that predict; 0: one for each core.
 
     Raises:
         ArtifactError: the bundle differs from the plan's, or the shard cannot be written.
@@ -252,20 +237,11 @@ def merge(work: Work) -> Path:
     Raises:
         ArtifactError: a shard is missing or damaged, or the output cannot be written.
     """
-    if missing := work.missing():
-        raise ArtifactError(
-            f"{len(missing)} of {work.num_shards} shards are missing or damaged",
-            where=work.folder,
-            got=", ".join(work.name(number) for number in missing[:3]),
-            fix="run the same command again; all workers must share this folder",
-        )
     target = Path(work.settings["output"])
-    shards = [work.path(number) for number in range(work.num_shards)]
     batch_rows = work.settings["batch_size"] * work.settings["k"]
     group = max(1, GROUP_ROWS // batch_rows)
-    with write_file(target) as file:
+    with work.whole() as shards, write_file(target) as file:
         _write_tables(file, target.suffix.lower(), _tables(shards, group))
-    work.remove()
     return target
 
 

@@ -126,10 +126,19 @@ class XMCDataset:
         return _take(self.labels, rows)["uid"].to_pylist()
 
     def text_batches(
-        self, which: Literal["queries", "labels"], text: Text = "title", batch_size: int = 8192
+        self,
+        which: Literal["queries", "labels"],
+        text: Text = "title",
+        batch_size: int = 8192,
+        first: int = 0,
+        end: int | None = None,
     ) -> Iterator[list[str]]:
-        """Texts of all queries or labels in the order of their rows, in batches."""
-        table = self.queries if which == "queries" else self.labels
+        """Texts of queries or labels in the order of their rows, in batches.
+
+        Args:
+            first, end: the first row, and the last one (exclusive; None: of all).
+        """
+        table = (self.queries if which == "queries" else self.labels)[first:end]
         for some in blocks(table.num_rows, batch_size):
             yield texts_read(table[some], text).to_pylist()
 

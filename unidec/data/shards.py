@@ -2,7 +2,11 @@
 killed run resumes with the missing shards, and any process with access to the folder can compute
 one.
 
+A stage of a training divides its work only inside of `dividing`, which names the function that
+writes the missing shards, for example on the machines of a cluster.
+
     <folder>/plan.json           the work and the bounds of the shards (`Work`)
+    <folder>/inputs/             what workers read beside the data
     <folder>/00003-of-00008/     one shard; its manifest (sizes, sha256) contains the plan's key
 """
 
@@ -14,19 +18,41 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import filterfalse
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from unidec.data.file_lock import lock_file
-from unidec.data.storage import Folder, read_manifest, write_folder, write_json
+from unidec.data.storage import (
+    Folder,
+    folder_sha256,
+    read_manifest,
+    write_folder,
+    write_json,
+)
 from unidec.errors import ArtifactError, ConfigError
 from unidec.version import __version__
 
 PLAN = "plan.json"
+INPUTS = "inputs"
 MAX_SHARDS = 99_999
-_KNOWN_NAMES = re.compile(r"\..*|plan\.json|texts\.arrow|\d{5}-of-\d{5}")
+_KNOWN_NAMES = re.compile(r"\..*|plan\.json|inputs|texts\.arrow|\d{5}-of-\d{5}")
+
+
+class Job(NamedTuple):
+    """What the shards of a work are.
+
+    Attributes:
+        name: chooses the function that writes a shard (`unidec.pipeline.shard_jobs`).
+        title, unit: of its progress bar.
+    """
+
+    name: str
+    title: str
+    unit: str
 
 
 @dataclass(frozen=True)
@@ -35,6 +61,7 @@ class Work:
 
     Attributes:
         folder: absolute path of the folder with the plan and the shards.
+        job: what is computed.
         key: sha256 of everything that determines the result, including the bounds; shards with
         another key are not used.
         bounds: shard i has the rows bounds[i] to bounds[i + 1] - 1.
@@ -42,13 +69,19 @@ class Work:
     """
 
     folder: Path
+    job: Job
     key: str
     bounds: tuple[int, ...]
     settings: dict[str, Any]
 
     @classmethod
     def begin(
-        cls, folder: Path, facts: dict[str, Any], settings: dict[str, Any], bounds: tuple[int, ...]
+        cls,
+        folder: Path,
+        job: Job,
+        facts: dict[str, Any],
+        settings: dict[str, Any],
+        bounds: tuple[int, ...],
     ) -> Work:
         """Write the plan. Shards of an earlier plan are reused if its `facts`, bounds and version
         of unidec are the same.
@@ -60,10 +93,11 @@ class Work:
         Raises:
             ArtifactError: the folder cannot be written.
         """
-        text = json.dumps([__version__, facts, bounds], sort_keys=True)
-        work = cls(folder, hashlib.sha256(text.encode()).hexdigest(), bounds, settings)
-        write_json(folder / PLAN, {"key": work.key, "bounds": bounds, "settings": settings})
-        return work
+        text = json.dumps([__version__, job.name, facts, bounds], sort_keys=True)
+        key = hashlib.sha256(text.encode()).hexdigest()
+        plan = {"job": job, "key": key, "bounds": bounds, "settings": settings}
+        write_json(folder / PLAN, plan)
+        return cls(folder, job, key, bounds, settings)
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Work:
@@ -71,7 +105,8 @@ class Work:
         path = Path(folder) / PLAN
         try:
             plan = json.loads(path.read_bytes())
-            return cls(path.parent, plan["key"], tuple(plan["bounds"]), plan["settings"])
+            bounds = tuple(plan.pop("bounds"))
+            return cls(path.parent, Job(*plan.pop("job")), bounds=bounds, **plan)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ArtifactError(
                 "no readable plan of shards",
@@ -88,12 +123,18 @@ class Work:
     def num_rows(self) -> int:
         return self.bounds[-1]
 
-    def rows(self, number: int) -> tuple[int, int]:
+    @property
+    def inputs(self) -> Path:
+        """Folder of what workers read beside the data."""
+        return self.folder / INPUTS
+
+    def rows(self, number: int) -> tuple[int, ...]:
         """First (from 0) and last row (exclusive) of a shard."""
-        return self.bounds[number], self.bounds[number + 1]
+        return self.bounds[number : number + 2]
 
     def size(self, number: int) -> int:
-        return self.bounds[number + 1] - self.bounds[number]
+        first, end = self.rows(number)
+        return end - first
 
     def name(self, number: int) -> str:
         """Name of a shard in messages: "shard 4 of 8 (rows 3,000 to 3,999)"."""
@@ -115,15 +156,87 @@ class Work:
 
     def missing(self) -> list[int]:
         """Numbers of the shards that still have to be written, ascending."""
-        return [number for number in range(self.num_shards) if not self.is_whole(number)]
+        return list(filterfalse(self.is_whole, range(self.num_shards)))
 
     def write(self, number: int) -> contextlib.AbstractContextManager[Folder]:
         """Context in which a shard's folder is written; see `storage.write_folder`."""
         return write_folder(self.path(number), "shard", 1, {"key": self.key, "number": number})
 
-    def remove(self) -> None:
-        """Remove the plan and the shards, after their result was written."""
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[list[Path]]:
+        """The folders of all shards, in order: `with work.whole() as shards: ...` merges them. They
+        are removed, with the plan, if the block ends without an error.
+
+        Raises:
+            ArtifactError: a shard is missing or damaged.
+        """
+        if missing := self.missing():
+            raise ArtifactError(
+                f"{len(missing)} of {self.num_shards} shards are missing or damaged",
+                where=self.folder,
+                got=", ".join(map(self.name, missing[:3])),
+                fix="run the same command again; all workers must share this folder",
+            )
+        yield list(map(self.path, range(self.num_shards)))
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_write: ContextVar[Callable[[Work], None] | None] = ContextVar("write", default=None)
+
+
+@contextlib.contextmanager
+def dividing(write: Callable[[Work], None] | None) -> Iterator[None]:
+    """Inside the block, stages divide large work into shards.
+
+    Args:
+        write: writes the missing shards of a work; None: stages work in one piece.
+    """
+    token = _write.set(write)
+    try:
+        yield
+    finally:
+        _write.reset(token)
+
+
+def is_dividing() -> bool:
+    """Whether stages divide large work, as inside of `dividing`."""
+    return _write.get() is not None
+
+
+@contextlib.contextmanager
+def divided(
+    output: Path,
+    job: Job,
+    settings: dict[str, Any],
+    size: tuple[int, int],
+    write_inputs: Callable[[Path], None],
+) -> Iterator[list[Path]]:
+    """All shards of a stage's work, written by the function given to `dividing`:
+    `with divided(...) as shards: ...` merges them.
+
+    Args:
+        output: the shards are beside it (`shards_folder`).
+        settings: of the work; with the inputs they determine the result. Workers unpack their
+            values in this order.
+        size: number of rows, and of rows in a shard.
+        write_inputs: writes files for the workers into a folder.
+
+    Raises:
+        UnidecError: a shard's error; what `alone` and `Work.whole` raise.
+    """
+    write: Any = _write.get()
+    folder = shards_folder(output)
+    inputs = folder / INPUTS
+    num_rows, rows_a_shard = size
+    with alone(folder):
+        with write_folder(inputs, INPUTS, 1) as out:
+            write_inputs(out.path)
+        facts = settings | {INPUTS: folder_sha256(inputs)}
+        bounds = (*range(0, num_rows, rows_a_shard), num_rows)
+        work = Work.begin(folder, job, facts, settings, bounds)
+        write(work)
+        with work.whole() as shards:
+            yield shards
 
 
 def shards_folder(output: str | os.PathLike[str]) -> Path:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, NonNegativeInt
 
 from unidec.data.array_file import growing_array
+from unidec.data.chunks import blocks
 from unidec.data.storage import (
     REBUILD,
     file_sha256,
@@ -413,8 +414,8 @@ def encode_texts(
     tokenizer = load_tokenizer(tokenizer_folder, max_length)
     if isinstance(texts, str):
         raise DataError("texts must be a list", got="one string", fix="pass [text]")
-    starts = range(0, max(len(texts), 1), _ENCODE_AT_ONCE)
-    encoded = [tokenizer.encode(texts[start : start + _ENCODE_AT_ONCE]) for start in starts]
+    parts = blocks(max(len(texts), 1), _ENCODE_AT_ONCE)
+    encoded = [tokenizer.encode(texts[part]) for part in parts]
     ids, lengths = zip(*encoded, strict=True)
     tokens = Tokens(
         np.concatenate(ids), _offsets(lengths), tokenizer.vocab_size, tokenizer.pad_id, max_length
@@ -431,11 +432,11 @@ def behind(prompt: str, texts: Iterable[str]) -> list[str]:
 
 def _offsets(lengths: Sequence[NDArray[Any]]) -> Ints:
     """Offset of each text in the flat array of ids, followed by the array's length."""
-    return np.cumsum(np.concatenate([np.zeros(1, dtype=np.int64), *lengths]), dtype=np.int64)
+    return np.concatenate([[0], *lengths]).cumsum(dtype=np.int64)
 
 
 def build_token_cache(
-    texts: Iterable[list[str]],
+    texts: Iterable[list[str] | Tokens],
     tokenizer_folder: str | os.PathLike[str],
     max_length: int,
     out: str | os.PathLike[str],
@@ -445,10 +446,11 @@ def build_token_cache(
     prompt: str = "",
 ) -> Path:
     """Tokenise batches of texts into a folder, and return its path; needs memory for one batch and
-    8 bytes per text.
+    8 bytes per text. How texts are divided into batches does not change the bytes.
 
     Args:
-        texts: batches of texts in the order of the rows (`XMCDataset.text_batches`).
+        texts: batches of texts in the order of the rows (`XMCDataset.text_batches`), or what
+            `encode_texts` returns for such batches.
         tokenizer_folder, max_length: see `TextTokenizer`.
         out: folder for ids.npy (uint16 if the vocabulary is below 65,536, otherwise uint32) and
             offsets.npy (int64 [N + 1]).
@@ -461,31 +463,32 @@ def build_token_cache(
         DataError: a text cannot be tokenised.
         ArtifactError: there is no tokenizer, or the folder cannot be written.
     """
-    tokenizer = TextTokenizer(tokenizer_folder, max_length)
-    lengths: dict[str, list[NDArray[Any]]] = {}
-    prompts = {"": ""} | ({_PROMPTED: prompt} if prompt else {})
+    tokenizer = load_tokenizer(tokenizer_folder, max_length)
+    prefixes = ("", _PROMPTED) if prompt else ("",)
+    lengths: list[list[Ints]] = [[] for _ in prefixes]
     with write_folder(out, KIND, VERSION, meta) as folder:
         with contextlib.ExitStack() as stack:
             bar = stack.enter_context(progress(total=num_texts, desc="tokenise", unit="text"))
             dtype = _id_dtype(tokenizer.vocab_size)
-            files = [growing_array(folder.path / f"{begin}ids.npy", dtype) for begin in prompts]
+            files = [growing_array(folder.path / f"{prefix}ids.npy", dtype) for prefix in prefixes]
             adds = [stack.enter_context(file) for file in files]
             for batch in texts:
-                for (begin, before), add_ids in zip(prompts.items(), adds, strict=True):
-                    flat, length = tokenizer.encode(behind(before, batch))
-                    add_ids(flat)
-                    lengths.setdefault(begin, []).append(length.astype(np.int32))
+                if not isinstance(batch, Tokens):
+                    batch = encode_texts(batch, tokenizer_folder, max_length, prompt)
+                kinds = (batch, batch.for_transformer)
+                for kind, add_ids, known in zip(kinds, adds, lengths, strict=False):
+                    add_ids(kind.ids)
+                    known.append(kind.lengths().astype(np.int32))
                 bar.update(len(batch))
-        for begin in prompts:
-            np.save(folder.path / f"{begin}offsets.npy", _offsets(lengths.get(begin, [])))
-        offsets = _offsets(lengths.get("", []))
+        for prefix, known in zip(prefixes, lengths, strict=True):
+            np.save(folder.path / f"{prefix}offsets.npy", _offsets(known))
         folder.meta |= {"prompt": prompt} if prompt else {}
         folder.meta |= {
             "vocab_size": tokenizer.vocab_size,
             "pad_id": tokenizer.pad_id,
             "max_length": max_length,
             "tokenizer_sha256": file_sha256(tokenizer.file),
-            "num_texts": len(offsets) - 1,
-            "num_tokens": int(offsets[-1]),
+            "num_texts": sum(map(len, lengths[0])),
+            "num_tokens": sum(int(known.sum()) for known in lengths[0]),
         }
     return Path(out)

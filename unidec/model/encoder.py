@@ -11,6 +11,7 @@ the output of an encoder that is frozen as a whole.
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -469,6 +470,17 @@ def empty_transformer(config_folder: Path) -> nn.Module:
         return empty_static(config_folder)
     config = transformer_config(config_folder)
     return transformer_class(config).from_config(config, **transformer_options(config)).float()
+
+
+def write_config(transformer: Any, folder: Path) -> None:
+    """Write the config.json of a transformer, from which `empty_transformer` makes another one."""
+    from transformers import AutoModel
+
+    config = copy.deepcopy(transformer.config)
+    # an encoder-decoder whose encoder was loaded alone says that it is none
+    whole = AutoModel._model_mapping[type(config)]
+    config.is_encoder_decoder = not isinstance(transformer, whole)
+    config.save_pretrained(folder)
 
 
 def transformer_options(config: Any, gpu: bool = False) -> dict[str, Any]:

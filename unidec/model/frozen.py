@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,13 +21,19 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from unidec.config import Encoder
 from unidec.data.chunks import blocks, length_chunks
+from unidec.data.shards import INPUTS, Job, Work, divided, is_dividing
 from unidec.data.storage import load_array, read_manifest, verify_once, write_folder
+from unidec.data.tensor_file import read_tensors, write_tensors
 from unidec.data.tokens import TokenCache, same_texts
 from unidec.errors import ArtifactError
-from unidec.model.encoder import TextEncoder, TransformerEncoder
+from unidec.model.dense import Dense
+from unidec.model.encoder import TextEncoder, TransformerEncoder, empty_transformer, write_config
+from unidec.model.encoder_folder import DenseLayer
 from unidec.model.encoder_inputs import InputBuilder
 from unidec.model.packed import can_pack
+from unidec.model.sources import STATIC
 from unidec.model.weights import output_settings
 from unidec.progress import progress
 
@@ -35,6 +42,11 @@ VERSION = 3
 # texts are sorted by length within slices of this size, which bounds memory for any N
 TEXTS_AT_ONCE = 16384
 What = Literal["vectors", "outputs"]
+_VALUES = "values.npy"
+_ROWS = "rows.npy"
+_WEIGHTS = "weights.safetensors"
+# of the threads of a process: transformers changes torch's default type while it makes a model
+_loading = threading.Lock()
 
 
 def autocast(device: torch.device, amp: torch.dtype | None) -> torch.autocast:
@@ -101,20 +113,20 @@ class FrozenCaches:
         part: TransformerEncoder | TextEncoder = encoder
         facts: dict[str, Any] = {"what": what}
         if what == "outputs":
-            facts["settings"] = output_settings(encoder.settings)
-            facts["unit"] = encoder.unit_vectors
+            settings = output_settings(encoder.settings)
+            facts |= {"settings": settings, "unit": encoder.unit_vectors}
         elif encoder.transformer is not None:
             part = encoder.transformer
-            facts["pooling"] = part.pooling
-            facts["frozen_layers"] = part.num_frozen_layers
-            facts["tokens_read"] = encoder.settings.transformer_tokens
+            facts |= {
+                "pooling": part.pooling,
+                "frozen_layers": part.num_frozen_layers,
+                "tokens_read": encoder.settings.transformer_tokens,
+            }
             if part.dense_facts:
                 facts["dense"] = part.dense_facts
             if part.width != part.full_width:
                 facts["width"] = part.width
-        facts["weights"] = frozen_sha256(part)
-        facts["amp"] = str(self.amp)
-        facts["version"] = VERSION
+        facts |= {"weights": frozen_sha256(part), "amp": str(self.amp), "version": VERSION}
         values: dict[str, np.ndarray] = {}
         first = next(iter(tokens))
         for name in tokens:
@@ -143,10 +155,11 @@ class FrozenCaches:
         if not path.is_dir():
             *_, tokens = sources.values()
             shape = (len(tokens), width)
-            with write_folder(path, KIND, VERSION, {"key": key}) as out, torch.no_grad():
-                file = out.path / "values.npy"
+            with write_folder(path, KIND, VERSION, {"key": key}) as out:
+                file = out.path / _VALUES
                 values = np.lib.format.open_memmap(file, "w+", dtype=np.float16, shape=shape)
-                self._compute(values, facts["what"], sources, known)
+                for some, found in self._compute(facts["what"], sources, known, path):
+                    values[some] = found
                 values.flush()
         with verify_once(path) as needed:
             stored = read_manifest(path, KIND, VERSION, verify=needed)["meta"].get("key")
@@ -156,45 +169,118 @@ class FrozenCaches:
                 where=path,
                 fix="delete the folder: it will be computed again",
             )
-        return load_array(path / "values.npy", np.float16, ndim=2)
+        return load_array(path / _VALUES, np.float16, ndim=2)
 
     def _compute(
         self,
-        values: np.ndarray,
         what: What,
         sources: Mapping[str, TokenCache],
         known: np.ndarray | None,
-    ) -> None:
-        """Fill `values` [N, D or W]: from `known` for texts of the first source, else computed."""
+        path: Path,
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Rows and their values [rows, D or W]: from `known` for texts of the first source, else
+        computed, by other processes inside of `shards.dividing` (`path`: of the cache).
+        """
         *_, (name, tokens) = sources.items()
-        encoder = self.encoder
-        compute = encoder.transformer_vectors
-        most = encoder.settings.transformer_tokens
-        vectors: Mapping[str, np.ndarray] = {}
-        if what == "outputs":
-            compute = encoder.frozen_output
-            most = 0
-            if encoder.transformer is not None:
-                vectors = self.read("vectors", sources)
+        is_outputs = what == "outputs"
         rows = np.arange(len(tokens))
         first = next(iter(sources.values()))
         # a text has two outputs where queries and labels have their own prompts
-        if known is not None and (what == "vectors" or first.prompted is tokens.prompted is None):
+        if known is not None and (not is_outputs or first.prompted is tokens.prompted is None):
+            most = 0 if is_outputs else self.encoder.settings.transformer_tokens
             same_N = same_texts(tokens.for_transformer, first.for_transformer, most)
             rows = np.flatnonzero(same_N < 0)
             shared = np.flatnonzero(same_N >= 0)
             for block in blocks(len(shared), TEXTS_AT_ONCE):
                 some = shared[block]
-                values[some] = known[same_N[some]]
-        build = InputBuilder(encoder, self.device, vectors)
-        with progress(total=len(rows), desc=f"encode {name}, cached", unit="text") as bar:
+                yield some, known[same_N[some]]
+        transformer: Any = self.encoder.transformer
+        vectors: Mapping[str, np.ndarray] = {}
+        if is_outputs and transformer is not None:
+            vectors = self.read("vectors", sources)
+        desc = f"encode {name}, cached"
+        is_quick = is_outputs or transformer.transformer.config.model_type == STATIC
+        if len(rows) > TEXTS_AT_ONCE and is_dividing() and not is_quick:
+            yield from self._from_shards(Job("frozen", desc, "text"), tokens, rows, path)
+            return
+        with progress(total=len(rows), desc=desc, unit="text") as bar:
             for block in blocks(len(rows), TEXTS_AT_ONCE):
                 some = rows[block]
-                for places in length_chunks(
-                    build.read_lengths(tokens, some), tokens=build.chunk_tokens
-                ):
-                    texts = build.texts([(name, tokens, some[places])])
-                    with autocast(self.device, self.amp):
-                        outputs = compute(texts)
-                    values[some[places]] = outputs.float().cpu().numpy()
+                for places, found in self.encoded(what, name, tokens, some, vectors):
+                    yield some[places], found
                     bar.update(len(places))
+
+    def encoded(
+        self,
+        what: What,
+        name: str,
+        tokens: TokenCache,
+        rows: np.ndarray,
+        vectors: Mapping[str, np.ndarray],
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Vectors or outputs of some texts, in chunks of similar length: places in `rows`, and
+        float32 [chunk, D or W].
+
+        Args:
+            vectors: by source, cached vectors of the transformer; empty: they are computed.
+        """
+        encoder = self.encoder
+        compute = encoder.transformer_vectors if what == "vectors" else encoder.frozen_output
+        build = InputBuilder(encoder, self.device, vectors)
+        for places in length_chunks(build.read_lengths(tokens, rows), tokens=build.chunk_tokens):
+            texts = build.texts([(name, tokens, rows[places])])
+            with torch.no_grad(), autocast(self.device, self.amp):
+                outputs = compute(texts)
+            yield places, outputs.float().cpu().numpy()
+
+    def _from_shards(
+        self, job: Job, tokens: TokenCache, rows: np.ndarray, path: Path
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Rows and their vectors [rows, D], which other processes compute. A shard is a block of
+        `_compute`, so that chunks have the same texts.
+        """
+        transformer: Any = self.encoder.transformer
+        settings = {
+            "encoder": self.encoder.settings.model_dump() | {"kind": "transformer"},
+            "dense": transformer.dense_facts,
+            "device": self.device.type,
+            "amp": str(self.amp).removeprefix("torch."),
+            "tokens": str(tokens.path.absolute()),
+        }
+
+        def write_inputs(folder: Path) -> None:
+            np.save(folder / _ROWS, rows)
+            write_config(transformer.transformer, folder)
+            write_tensors(folder / _WEIGHTS, transformer.state_dict())
+
+        with divided(path, job, settings, (len(rows), TEXTS_AT_ONCE), write_inputs) as shards:
+            for block, shard in zip(blocks(len(rows), TEXTS_AT_ONCE), shards, strict=True):
+                yield rows[block], load_array(shard / _VALUES, np.float16, ndim=2)
+
+
+def write_shard(work: Work, number: int, threads: int = 0) -> None:
+    """Compute the vectors of one shard's texts.
+
+    Args:
+        threads: not used; torch has as many as OMP_NUM_THREADS says.
+
+    Raises:
+        ArtifactError: the inputs are missing or damaged, or the shard cannot be written.
+    """
+    settings, dense, device, amp, tokens = work.settings.values()
+    with _loading:
+        read_manifest(work.inputs, INPUTS, 1)
+        layers = [Dense(DenseLayer(**layer)) for layer in dense]
+        transformer = empty_transformer(work.inputs)
+        encoder = TextEncoder(Encoder(**settings), transformer, 0, 0, dense=layers)
+    weights = read_tensors(work.inputs / _WEIGHTS)
+    encoder.get_submodule("transformer").load_state_dict(weights)
+    encoder.to(device).eval()
+    caches = FrozenCaches(encoder, work.folder, torch.device(device), getattr(torch, amp, None))
+    rows = load_array(work.inputs / _ROWS, np.int64)[slice(*work.rows(number))]
+    values = np.empty((len(rows), encoder.width), dtype=np.float16)
+    cache = TokenCache.open(tokens, verify=False)
+    for places, vectors in caches.encoded("vectors", "", cache, rows, {}):
+        values[places] = vectors
+    with work.write(number) as out:
+        np.save(out.path / _VALUES, values)

@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -20,7 +19,8 @@ from unidec.data.label_graph import build_label_graph, load_label_graph
 from unidec.data.propensity import build_propensity, load_propensity
 from unidec.data.spool import naming_space
 from unidec.data.storage import file_sha256, files_sha256, read_json, swap_folder
-from unidec.data.tokens import TokenCache, build_token_cache, encode_texts
+from unidec.data.token_shards import tokenise
+from unidec.data.tokens import TokenCache, encode_texts
 from unidec.errors import ConfigError, DataError
 from unidec.metric_names import GROUPS
 from unidec.model.arrays import MAX_BYTES
@@ -37,7 +37,6 @@ from unidec.pipeline.encoders import ARCHITECTURES
 from unidec.pipeline.lock import replaces_inputs
 from unidec.tracking.repository import git
 
-TEXTS_A_BATCH = 4096
 log = logging.getLogger(__name__)
 _TABLE = re.compile(r"\.(csv|tsv|parquet|jsonl)(\.gz)?$")
 
@@ -131,26 +130,16 @@ def tokens(params: Params) -> dict[str, int]:
     """
     dataset = paths.open_dataset()
     section = params.tokens
-    summary = {}
+    summary: dict[str, int] = {}
     folder = checked_encoder(params)
     encoder = resolved(params.encoder, folder)
-    kinds: list[tuple[Literal["queries", "labels"], int, str]] = [
-        ("queries", dataset.num_queries, encoder.query_prompt),
-        ("labels", dataset.num_labels, encoder.label_prompt),
-    ]
-    for which, num_texts, prompt in kinds:
+    prompts = {"queries": encoder.query_prompt, "labels": encoder.label_prompt}
+    made = {"max_length": section.max_length, "meta": {"text": section.text}}
+    for which, prompt in prompts.items():
         path = paths.TOKENS / which
-        build_token_cache(
-            dataset.text_batches(which, section.text, TEXTS_A_BATCH),
-            folder,
-            section.max_length,
-            path,
-            num_texts,
-            {"text": section.text},
-            prompt=prompt,
-        )
-        summary[f"{which}_texts"] = num_texts
-        summary[f"{which}_tokens"] = int(TokenCache.open(path, verify=False).offsets[-1])
+        tokenise(dataset, which, path, folder, made | {"prompt": prompt})
+        meta = TokenCache.open(path, verify=False).meta
+        summary |= {f"{which}_{what}": meta[f"num_{what}"] for what in ("texts", "tokens")}
     return summary
 
 
