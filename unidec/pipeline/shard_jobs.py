@@ -13,6 +13,7 @@ _MODULES = {
     "predictions": "unidec.bundle.predict_file",
     "tokens": "unidec.data.token_shards",
     "frozen": "unidec.model.frozen",
+    "codes": "unidec.ranking.index",
 }
 
 

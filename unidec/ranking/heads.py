@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +81,15 @@ class Heads:
     def num_labels(self) -> int:
         """Number of labels L."""
         return self.shape[0]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments beside the vectors."""
+        return {
+            "space": self.space,
+            "clf_normalize": self._normalize,
+            "clf_weight": self.clf_weight,
+        }
 
     def __len__(self) -> int:
         return self.num_labels

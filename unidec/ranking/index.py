@@ -25,7 +25,8 @@ import numpy.typing as npt
 
 from unidec.config.index_spec import COMPRESSED, FLAT, IndexSpec, Kind
 from unidec.cores import in_order, num_threads, thread_pool
-from unidec.data.storage import load_array, write_file
+from unidec.data.shards import INPUTS, Job, Work, divided, is_dividing
+from unidec.data.storage import load_array, read_manifest, write_file
 from unidec.data.temporary import remove
 from unidec.model.faiss_library import faiss_module
 from unidec.progress import progress
@@ -49,6 +50,8 @@ _ROWS_A_LIST = 40  # training rows per list; faiss asks for 39
 _ROUNDS = 10  # k-means iterations; faiss's default of 25 takes longer and gives the same recall
 _CODES = 16  # values of a 4-bit code
 _FIRST_MORE = 32  # additional labels searched at first if labels are excluded
+_TRAINED = "trained.faiss"
+_CODES_FILE = "codes.npy"
 
 
 @contextlib.contextmanager
@@ -148,7 +151,8 @@ class LabelIndex:
                 one, an HNSW graph is not reproducible.
             show: print progress.
             parts: folder that keeps the codes of a compressed kind during the build, so that an
-                interrupted build can resume; removed at the end. None: they are not kept.
+                interrupted build can resume; removed at the end. Inside of `shards.dividing` other
+                processes encode the labels. None: the codes are not kept, and encoded here.
 
         Raises:
             ValueError: there are no labels, or a number is not finite.
@@ -382,6 +386,9 @@ def _encoded(
     Each block is encoded by one thread, since BLAS rounds differently with several. A file of codes
     is named after a hash of what determines them.
     """
+    if parts is not None and len(blocks) > 1 and is_dividing():
+        yield from _encoded_in_shards(index, vectors, parts)
+        return
     trained = hashlib.sha256(faiss_module().serialize_index(index))
 
     def encode(rows: Rows) -> npt.NDArray[np.uint8]:
@@ -399,6 +406,43 @@ def _encoded(
 
     with thread_pool() as threads:
         yield from in_order((threads.submit(encode, rows) for rows in blocks), num_threads())
+
+
+def _encoded_in_shards(index: Any, vectors: Heads, parts: Path) -> Iterator[npt.NDArray[np.uint8]]:
+    """As `_encoded`, by other processes, which read the trained index and the heads' vectors from
+    files. A shard is a block.
+    """
+
+    def write_inputs(folder: Path) -> None:
+        faiss_module().write_index(index, str(folder / _TRAINED))
+        for name, array in vectors.vectors.items():
+            np.save(folder / f"{name}.npy", array)
+
+    job = Job("codes", "index", "label")
+    size = (vectors.num_labels, ROWS_AT_ONCE)
+    with divided(parts, job, vectors.settings, size, write_inputs) as shards:
+        for shard in shards:
+            yield load_array(shard / _CODES_FILE, np.uint8, ndim=2)
+
+
+def write_shard(work: Work, number: int, threads: int = 0) -> None:
+    """Encode the labels of one shard. `threads` is not used: with several, rounding differs.
+
+    Raises:
+        ArtifactError: the inputs are missing or damaged, or the shard cannot be written.
+    """
+    read_manifest(work.inputs, INPUTS, 1)
+    arrays = {
+        path.stem: np.load(path, mmap_mode="r", allow_pickle=False)
+        for path in work.inputs.glob("*.npy")
+    }
+    heads = Heads(arrays, **work.settings)
+    index = faiss_module().read_index(str(work.inputs / _TRAINED))
+    rows = np.arange(*work.rows(number))
+    with thread_pool(1) as thread:
+        codes = thread.submit(index.sa_encode, _checked_rows(heads, rows, index.d)).result()
+    with work.write(number) as out:
+        np.save(out.path / _CODES_FILE, codes)
 
 
 def _train(index: Any, vectors: Heads) -> None:
