@@ -273,8 +273,7 @@ def _no_label(uid: str, known: Known) -> str:
     if other is None:
         return f"no label {uid!r}"
     words, fix = difference(uid, other)
-    found = f"there is {visible(other)}, which differs in {words}"
-    return f"no label {visible(uid)}; {found}; {fix}"
+    return f"no label {visible(uid)}; there is {visible(other)}, which differs in {words}; {fix}"
 
 
 def with_labels(

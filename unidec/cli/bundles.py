@@ -202,10 +202,12 @@ def _tuned(found: Tuned) -> list[str]:
         f"measured with {found.queries}, {found.labels} labels; recall of the first {found.k}"
     )
     if found.chosen is None:
-        missed = f"no measured kind reaches a recall of {found.wanted:.2%}"
-        return [*lines, f"{missed}: try --kinds flat"]
-    keys = f'factory: "{found.chosen.factory}", search: "{found.chosen.search}"'
-    advice = f"for params.yaml: index: {{{keys}}}; then rebuild the bundle: `unidec index build`"
+        missed = f"no measured kind reaches a recall of {found.wanted:.2%}: try --kinds flat"
+        return [*lines, missed]
+    advice = (
+        f'for params.yaml: index: {{factory: "{found.chosen.factory}", '
+        f'search: "{found.chosen.search}"}}; then rebuild the bundle: `unidec index build`'
+    )
     return [*lines, advice]
 
 

@@ -97,8 +97,7 @@ def init(
     is_elsewhere = folder.resolve() != Path.cwd()
     enter = f"cd {shlex.quote(str(folder))} && " if is_elsewhere else ""
     train = "python -m flows.train" if project else "make train"
-    data_only = f"only the data: {enter}unidec data ingest"
-    print(f"{path}: {written}; next: {enter}{train} ({data_only})")
+    print(f"{path}: {written}; next: {enter}{train} (only the data: {enter}unidec data ingest)")
 
 
 def _warn_of_missing(data: Path) -> None:
@@ -239,7 +238,9 @@ def _adapted(name: str, text: str) -> str:
     if name == "bin/python":
         return text.replace("exec python3 ", f'exec "{sys.executable}" ')
     if name == "dvc.yaml":
-        command = "dvc repro --force inputs"
-        note = f"unidec-xmc's code is not a dependency here: after an upgrade run `{command}`."
-        return f"# {note}\n{text.replace('[params.yaml, unidec]', '[params.yaml]')}"
+        note = (
+            "# unidec-xmc's code is not a dependency here: after an upgrade run "
+            "`dvc repro --force inputs`.\n"
+        )
+        return note + text.replace("[params.yaml, unidec]", "[params.yaml]")
     return text

@@ -65,13 +65,14 @@ def run_step(
             "the comparison is being stopped", where=step.name, fix="run it again to resume"
         )
     variables = {**os.environ, **environment, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-    log_file = step.folder / LOG
+    folder = step.folder
+    log_file = folder / LOG
     try:
-        step.folder.mkdir(parents=True, exist_ok=True)
-        write_json(step.folder / SPEC, step.spec)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / SPEC, step.spec)
         with log_file.open("ab") as log:
             process = subprocess.Popen(
-                [*COMMAND, str(step.folder.resolve())],
+                [*COMMAND, str(folder.resolve())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -106,7 +107,7 @@ def run_step(
             how += " (not enough memory?)"
         reason = f"{how}: {last_lines(log_file)}"
         if not stopping.is_set():
-            write_json(step.folder / FAILURE, {"what": reason})
+            write_json(folder / FAILURE, {"what": reason})
     raise TrainingError(
         reason,
         where=log_file,

@@ -227,8 +227,9 @@ class Search:
                 bar.update(epoch - _last_epoch(lines))
                 lines.append(line)
                 value = line["validation"][self.metric]
-                figure = f"{self.metric} {value:.2f}"
-                bar.note(f"{self.subject.name}, {name}: {figure} after epoch {epoch}")
+                bar.note(
+                    f"{self.subject.name}, {name}: {self.metric} {value:.2f} after epoch {epoch}"
+                )
                 if self._prunes(trial, value, line):
                     return True
             return False
@@ -373,9 +374,9 @@ class Search:
         best = applied(params, settings, source=str(path))
         words = [f"--set {key}={json.dumps(chosen)}" for key, chosen in settings.items()]
         count = len(self.ended)
-        metric = f"{self.metric} of the validation split: {trial.value:.2f}"
         head = (
-            f"# trial {number} of {count}, the best by {metric}\n"
+            f"# trial {number} of {count}, the best by "
+            f"{self.metric} of the validation split: {trial.value:.2f}\n"
             f"# unidec train --params {path}\n"
             f"# make train ARGS='{' '.join(words)}'\n"
         )

@@ -228,8 +228,8 @@ class Pool(Section):
     """epochs of random batches without hard negatives, before the first refresh"""
 
     def conflicts(self) -> Iterator[Conflict]:
-        if self.start_epoch % self.refresh:
-            epochs = self.start_epoch - self.start_epoch % self.refresh
+        if rest := self.start_epoch % self.refresh:
+            epochs = self.start_epoch - rest
             yield Conflict(
                 "pool.start_epoch pool.refresh",
                 "clusters and hard negatives begin with a refresh",

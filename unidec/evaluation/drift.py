@@ -242,8 +242,7 @@ def not_judged(num_queries: int | None, limits: Drift) -> str:
     """Why a window is not judged (too few queries); "" if it is. `num_queries` None: no window."""
     if num_queries is None or num_queries >= limits.min_window:
         return ""
-    least = f"fewer than drift.min_window ({limits.min_window})"
-    return f"not judged: {num_queries} queries, {least}"
+    return f"not judged: {num_queries} queries, fewer than drift.min_window ({limits.min_window})"
 
 
 def _label_checks(

@@ -199,9 +199,12 @@ def _description(
     origin = f"version {start.version} of {start.model}" if start else "from nothing"
     dataset = measured.ranking.dataset
     recipe = params.recipe or "-"
-    facts = f"{dataset.name}, {dataset.num_labels:,} labels; recipe {recipe}; start: {origin}."
     table = figures_table(measured.result["test"] | minutes)
-    return f"{table}\n\n{verdict}\n\n{facts} `report.html`: by frequency, curves, examples."
+    return (
+        f"{table}\n\n{verdict}\n\n"
+        f"{dataset.name}, {dataset.num_labels:,} labels; recipe {recipe}; start: {origin}. "
+        "`report.html`: by frequency, curves, examples."
+    )
 
 
 def figures_table(figures: Mapping[str, float]) -> str:

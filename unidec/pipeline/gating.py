@@ -141,8 +141,7 @@ def gate(params: Params, version: str | int = CHALLENGER) -> Verdict:
         promotion.record_verdict(
             client, challenger, details, _conditions(params, challenger, champion)
         )
-        judged = [challenger, champion] if champion else [challenger]
-        _purge({bundle_hash(version)[:16] for version in judged})
+        _purge({bundle_hash(version)[:16] for version in (challenger, champion) if version})
     for check in checks:
         level = logging.INFO if check.passed else logging.WARNING
         log.log(level, "gate: %s: %s", check.check, check.words)

@@ -86,15 +86,17 @@ def open_tokens(which: str, verify: bool = True) -> TokenCache:
     Raises:
         ArtifactError: it is damaged, or has another number of texts than the data set.
     """
-    cache = TokenCache.open(_path("TOKENS") / which, verify)
-    _check_rows(len(cache), which, _path("TOKENS") / which, "tokens")
+    folder = _path("TOKENS") / which
+    cache = TokenCache.open(folder, verify)
+    _check_rows(len(cache), which, folder, "tokens")
     return cache
 
 
 def open_propensity() -> Propensity:
     """Propensities of the labels; raises as `open_tokens`."""
-    propensity = load_propensity(_path("PROPENSITY"))
-    _check_rows(len(propensity.inverse_L), "labels", _path("PROPENSITY"), "propensity")
+    folder = _path("PROPENSITY")
+    propensity = load_propensity(folder)
+    _check_rows(len(propensity.inverse_L), "labels", folder, "propensity")
     return propensity
 
 
@@ -102,8 +104,9 @@ def open_label_graph(params: Params, verify: bool = True) -> csr_matrix | None:
     """The label graph; None if training does not use it; raises as `open_tokens`."""
     if not params.reads_label_graph:
         return None
-    graph = load_label_graph(_path("LABEL_GRAPH"), verify)
-    _check_rows(graph.shape[0], "labels", _path("LABEL_GRAPH"), "label-graph")
+    folder = _path("LABEL_GRAPH")
+    graph = load_label_graph(folder, verify)
+    _check_rows(graph.shape[0], "labels", folder, "label-graph")
     return graph
 
 

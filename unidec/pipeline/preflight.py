@@ -81,8 +81,8 @@ def check_source(params: Params) -> None:
 
 def _check_encoder(params: Params) -> None:
     name = params.encoder.name
-    is_packaged = name.removeprefix("sentence-transformers/") in PACKAGED
-    is_on_hub = not (is_packaged or Path(name).is_dir()) and _HUB_NAME.fullmatch(name) is not None
+    is_here = name.removeprefix("sentence-transformers/") in PACKAGED or Path(name).is_dir()
+    is_on_hub = not is_here and _HUB_NAME.fullmatch(name)
     if is_on_hub and os.environ.get("HF_HUB_OFFLINE") != "1":
         return  # the stage `tokens` downloads it
     folder = checked_encoder(params)
@@ -97,14 +97,14 @@ def _check_start(params: Params) -> None:
     from unidec.pipeline.start import effective
 
     effective(params)  # reads data/start.json
-    if params.encoder.start:
+    if start := params.encoder.start:
         try:
-            read_manifest(params.encoder.start, "model", verify=False)
+            read_manifest(start, "model", verify=False)
         except ArtifactError as error:
             raise ArtifactError(
                 "no model to start from",
                 where="encoder.start",
-                got=params.encoder.start,
+                got=start,
                 expected=error.what,
                 fix='give the folder of an exported model, or encoder.start: ""',
             ) from error
@@ -130,4 +130,4 @@ def _check_packages(steps: Collection[str], params: Params) -> None:
 
 def _check_written(_: Params) -> None:
     database = sqlite_path(tracking_uri())
-    check_writable([*_WRITTEN, *([database.parent] if database is not None else [])])
+    check_writable([*_WRITTEN, *([database.parent] if database else [])])

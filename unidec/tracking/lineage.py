@@ -137,8 +137,7 @@ def models_of_data(prefix: str, *, model_name: str = "unidec") -> list[DataUse]:
     for item in all_versions(client, model_name)[::-1]:
         number = str(item.version)
         hashes = _artifacts(item.tags)
-        for name in (DATASET_TAG, HASH_TAG):
-            hashes[name] = item.tags.get(name, "")
+        hashes |= {name: item.tags.get(name, "") for name in (DATASET_TAG, HASH_TAG)}
         what = sorted(name for name, value in hashes.items() if value.startswith(prefix))
         through = None if what else made_by.get(item.tags.get("start.bundle.sha256", ""))
         if what or through:

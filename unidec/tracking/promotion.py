@@ -156,8 +156,10 @@ def hindrances(version: ModelVersion, champion: str | None) -> list[str]:
         found.append(f"it did not pass the gate: {failed}")
     then = tags.get("gate.champion", "")
     if passed and then != (champion or ""):
-        compared = f"the gate compared it with {_words(then)}, but there is now {_words(champion)}"
-        found.append(f"{compared}: run `unidec models gate` again")
+        found.append(
+            f"the gate compared it with {_words(then)}, but there is now {_words(champion)}: "
+            "run `unidec models gate` again"
+        )
     if ROLLED_BACK[0] in tags:
         found.append(rolled_back_words(tags))
     return found

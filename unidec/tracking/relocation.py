@@ -45,9 +45,11 @@ def follow_database(database: Path) -> bool:
         places = {"old": former, "new": artifacts_uri(database)}
         with _opened(database) as connection, connection:
             for table, column in _LOCATIONS:
-                change = f"UPDATE {table} SET {column} = :new || substr({column}, length(:old) + 1)"
-                below = f"substr({column} || '/', 1, length(:old) + 1) = :old || '/'"
-                connection.execute(f"{change} WHERE {below}", places)
+                connection.execute(
+                    f"UPDATE {table} SET {column} = :new || substr({column}, length(:old) + 1) "
+                    f"WHERE substr({column} || '/', 1, length(:old) + 1) = :old || '/'",
+                    places,
+                )
     return True
 
 

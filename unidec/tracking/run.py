@@ -211,30 +211,32 @@ class Tracker:
 
     def flush(self) -> bool:
         """Send entries that the store has not confirmed; False if some remain for a later flush."""
-        begin = time.monotonic()
-        self._flushed = begin
+        uri = self.uri
+        begin = self._flushed = time.monotonic()
         if not self._state:
             return True
-        if begin < _ask_again.get(self.uri, 0.0):
+        if begin < _ask_again.get(uri, 0.0):
             return False
         try:
             if self._client is None:
                 self._connect()
-            elif not answers(self.uri):
+            elif not answers(uri):
                 raise ConnectionError("no answer")
             self._send()
         # no error of MLflow, its database or the network may end a training
         except Exception as error:
             self._client = None  # the next attempt looks up how much arrived
             self._flushed = time.monotonic()
-            if self.uri not in _ask_again:
-                what = f"{self.uri} is unreachable; logs wait in {self._run_dir}"
-                words = without_credentials(f"{what}: {type(error).__name__}: {error}")
+            if uri not in _ask_again:
+                words = without_credentials(
+                    f"{uri} is unreachable; logs wait in {self._run_dir}: "
+                    f"{type(error).__name__}: {error}"
+                )
                 log.warning("%s", words.splitlines()[0][:_LONGEST_WARNING])
-            _ask_again[self.uri] = self._flushed + _TIMES * (self._flushed - begin)
+            _ask_again[uri] = self._flushed + _TIMES * (self._flushed - begin)
             return False
-        if _ask_again.pop(self.uri, None) is not None:
-            log.info("%s is back: all pending logs were sent", without_credentials(self.uri))
+        if _ask_again.pop(uri, None) is not None:
+            log.info("%s is back: all pending logs were sent", without_credentials(uri))
         return True
 
     def _connect(self) -> None:

@@ -105,8 +105,10 @@ def _trained(
     if task.validation:
         x_nF, y_nL = task.validation
         quality = ndcg(model.predict(x_nF), y_nL)
-    figures = f"nDCG@{AT} {100 * quality:.2f}, {seconds:.1f} s"
-    print(f"{dict(settings) or 'defaults'}: {figures}", flush=True)
+    print(
+        f"{dict(settings) or 'defaults'}: nDCG@{AT} {100 * quality:.2f}, {seconds:.1f} s",
+        flush=True,
+    )
     return Trained(model, settings, quality, seconds)
 
 
