@@ -159,7 +159,7 @@ def read_file(path: str | Path) -> tuple[ComparisonFile, dict[str, str]]:
         file = ComparisonFile.model_validate(raw)
     except ValidationError as error:
         problems = [_explain(detail, origin) for detail in error.errors(include_url=False)]
-        raise ParamsError(problems, str(path), "comparison file") from None
+        raise ParamsError(problems, path, "comparison file") from None
     left = {}
     for name, entry in file.data.items():
         if entry.optional and not Path(entry.path).is_dir():

@@ -164,7 +164,7 @@ class Planner:
             jobs = self._runs(systems)
         self.problems += [f"{text}\n    in: {cell}" for text, cell in self.wrong_params.items()]
         if self.problems:
-            raise ParamsError(list(dict.fromkeys(self.problems)), str(path), "comparison file")
+            raise ParamsError(list(dict.fromkeys(self.problems)), path, "comparison file")
         return {job.key: job for job in jobs}
 
     def _runs(self, systems: Mapping[str, System]) -> list[Job]:

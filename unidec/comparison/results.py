@@ -201,7 +201,7 @@ def page_input(
         contrast_note=NOTE,
         groups=[{"title": title, **group.model_dump()} for title, group in file.groups.items()],
         failures=[_failure(job, comparison) for job in jobs.values() if job.key not in found],
-        common=by_key_path(file.common) | dict(comparison.overrides),
+        common={**by_key_path(file.common), **comparison.overrides},
         lineage=_lineage(comparison, found),
     )
 

@@ -306,7 +306,7 @@ class Search:
         environment = {
             "MLFLOW_TRACKING_URI": tracking_uri(),
             **subject.environment,
-            RUN_TAGS: json.dumps(tags | dict(subject.tags)),
+            RUN_TAGS: json.dumps({**tags, **subject.tags}),
         }
         if not step.is_done() and run_step(step, environment, self.stopping, is_enough):
             return True
@@ -371,7 +371,7 @@ class Search:
         table = self.root / TABLE
         number, trial = self.best()
         settings = {key: trial.params[key] for key in self.space}
-        best = applied(params, settings, source=str(path))
+        best = applied(params, settings, source=path)
         words = [f"--set {key}={json.dumps(chosen)}" for key, chosen in settings.items()]
         count = len(self.ended)
         head = (

@@ -69,13 +69,13 @@ def read_space(path: str | Path, params: Params) -> dict[str, Any]:
             "nothing to tune", where=path, expected="optim.lr_bag: {low: 0.0003, high: 0.003}"
         )
     origin = origins(lines)
-    if problems := problems_of(raw, params, origin, str(path)):
-        raise ParamsError(problems, str(path), "search space")
+    if problems := problems_of(raw, params, origin, path):
+        raise ParamsError(problems, path, "search space")
     return raw
 
 
 def problems_of(
-    ranges: Ranges, params: Params, origin: Mapping[str, str], source: str
+    ranges: Ranges, params: Params, origin: Mapping[str, str], source: str | Path
 ) -> list[str]:
     """Problems of the ranges: unknown keys, values out of bounds or in conflict with the other
     parameters.
@@ -97,7 +97,7 @@ def problems_of(
             problems += error.problems
         except ValueError as error:
             what = "cannot be tuned like this"
-            problems.append(problem(key, what, short(entry), str(error), dict(origin)))
+            problems.append(problem(key, what, short(entry), str(error), origin))
     return problems
 
 
@@ -147,7 +147,7 @@ def applied(
     kept: Collection[str] = (),
     *,
     origin: Mapping[str, str] | None = None,
-    source: str = "trial",
+    source: str | Path = "trial",
 ) -> Params:
     """The parameters with the settings of a trial; keys in `kept` do not change.
 
@@ -155,7 +155,7 @@ def applied(
         ParamsError: a setting is invalid, or in conflict with the other parameters.
     """
     before = dict(leaves(params))
-    values = before | dict(settings)
+    values = {**before, **settings}
     factor = values.pop(RATES, 1)
     if type(factor) not in (int, float) or factor <= 0:
         raise ValueError("lr multiplies all learning rates: a number above 0")
@@ -164,7 +164,7 @@ def applied(
             if key.startswith("optim.lr_"):
                 values[key] *= factor
     values |= {key: before[key] for key in kept if key in before}
-    return build_params(values, dict(origin or {}), source)
+    return build_params(values, origin or {}, source)
 
 
 def unchanged(ranges: Ranges, params: Params) -> dict[str, Any]:

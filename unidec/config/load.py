@@ -44,7 +44,7 @@ class ParamsError(ConfigError):
     text per problem.
     """
 
-    def __init__(self, problems: list[str], where: str, what: str = "parameters") -> None:
+    def __init__(self, problems: list[str], where: str | Path, what: str = "parameters") -> None:
         self.problems = problems
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         super().__init__("\n".join([f"{count} in the {what}", *problems]), where=where)
@@ -127,7 +127,7 @@ def problem(
     what: str,
     got: str,
     expected: str | None,
-    origin: dict[str, str],
+    origin: Mapping[str, str],
     near: str | None = None,
     fix: str | None = None,
 ) -> str:
@@ -186,10 +186,10 @@ def load_params(
         return build_params(overrides, {}, "")
     raw, lines = read_yaml(Path(path))
     origin = origins(lines) | dict.fromkeys(overrides, "--set")
-    return build_params(by_key_path(raw) | dict(overrides), origin, str(path))
+    return build_params({**by_key_path(raw), **overrides}, origin, path)
 
 
-def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) -> Params:
+def build_params(values: Mapping[str, Any], origin: Mapping[str, str], where: str | Path) -> Params:
     """Parameters from values by key path, which take precedence over their recipe.
 
     Args:
@@ -204,7 +204,7 @@ def build_params(values: Mapping[str, Any], origin: dict[str, str], where: str) 
     recipe = values.get("recipe")
     names = recipe_names()
     if recipe in names:
-        values = by_key_path(packaged(f"recipes/{recipe}.yaml")) | dict(values)
+        values = {**by_key_path(packaged(f"recipes/{recipe}.yaml")), **values}
     elif isinstance(recipe, str):
         problems.append(
             problem(
@@ -293,7 +293,7 @@ def parse_overrides(assignments: list[str]) -> dict[str, Any]:
 
 def with_settings(params: Params, settings: Mapping[str, Any]) -> Params | None:
     """The parameters with `settings` (values by key path) applied; None if they conflict."""
-    changed = Params.model_validate(nested(dict(leaves(params)) | dict(settings)))
+    changed = Params.model_validate(nested({**dict(leaves(params)), **settings}))
     return None if any(changed.conflicts()) else changed
 
 
@@ -356,7 +356,7 @@ def by_key_path(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _wrong_values(error: ValidationError, origin: dict[str, str]) -> dict[str, str]:
+def _wrong_values(error: ValidationError, origin: Mapping[str, str]) -> dict[str, str]:
     """All problems with the values of known keys as text, by key."""
     wrong: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
@@ -376,7 +376,7 @@ def _wrong_values(error: ValidationError, origin: dict[str, str]) -> dict[str, s
     return problems
 
 
-def _no_such_key(key: str, value: Any, origin: dict[str, str]) -> str:
+def _no_such_key(key: str, value: Any, origin: Mapping[str, str]) -> str:
     """Text about an unknown key, with the valid key that was probably meant."""
     got = short(value)
     known = known_keys()

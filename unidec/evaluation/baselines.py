@@ -86,7 +86,7 @@ def measure_baselines(dataset: XMCDataset, text: Text, inverse_L: Any, group_L: 
         if not len(train) or not len(test):
             raise DataError("a split without queries", expected="training and test queries")
         texts = dataset.query_texts(rows, text)
-        vectorizer, train_MF = fit_words(texts, str(dataset.path))
+        vectorizer, train_MF = fit_words(texts, dataset.path)
     except DataError as error:
         return Baselines({}, {}, places, f"No TF-IDF baselines: {error.what}.")
     filters = dataset.filter_pairs[asked]
@@ -190,7 +190,7 @@ def _is_trivial(metric: str, num_labels: float) -> bool:
     return name.kind in ("R", "PSP", "coverage") and name.k >= num_labels
 
 
-def fit_words(texts: Iterable[str], where: str) -> tuple[Any, csr_matrix]:
+def fit_words(texts: Iterable[str], where: object) -> tuple[Any, csr_matrix]:
     """Fit scikit-learn's `TfidfVectorizer` (sublinear, without English stop words); returns it and
     the texts' unit vectors.
 

@@ -101,7 +101,7 @@ def features(
         del rows["validation"]
     texts = {name: dataset.query_texts(own, text) for name, own in rows.items()}
     texts["labels"] = dataset.label_texts(None, text)
-    vectorizer, _ = fit_words(texts["train"], str(dataset.path))
+    vectorizer, _ = fit_words(texts["train"], dataset.path)
     matrices = {}
     for name, lines in texts.items():
         words = sp.csr_matrix(vectorizer.transform(lines))
