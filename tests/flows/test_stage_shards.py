@@ -1,5 +1,6 @@
-"""Stages of a training whose texts are tokenised and encoded in shards, by processes of this
-machine or a real Dask cluster: the bytes of one piece, also when workers are killed.
+"""Stages of a training whose texts are tokenised and encoded, and whose labels are indexed, in
+shards by processes of this machine or a real Dask cluster: the bytes of one piece, also when
+workers are killed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers.shard_workers import once_a_shard_is_whole, workers_of
 
@@ -27,13 +29,18 @@ from unidec.errors import ArtifactError, ConfigError, TrainingError
 TEXTS_A_SHARD = 4  # of 60 queries and 40 labels
 FOLDERS = ("data/tokens", "data/cache")
 # of the stages that are run
-SHARDS = {"tokens": "data/tokens-queries.shards", "propensity": "data/cache/vectors-*.shards"}
+SHARDS = {
+    "tokens": "data/tokens-queries.shards",
+    "propensity": "data/cache/vectors-*.shards",
+    "label_graph": "data/cache/index.parts.shards",
+}
 
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unidec.data.token_shards.TEXTS_A_SHARD", TEXTS_A_SHARD)
     monkeypatch.setattr("unidec.model.frozen.TEXTS_AT_ONCE", TEXTS_A_SHARD)
+    monkeypatch.setattr("unidec.ranking.index.ROWS_AT_ONCE", TEXTS_A_SHARD)
 
 
 @pytest.fixture
@@ -49,15 +56,23 @@ def project(tiny_dataset: XMCDataset, tiny_bert: Path, tmp_path: Path, monkeypat
 
 @pytest.fixture
 def run(project: Path, small_shards, prefect_server, monkeypatch) -> Callable[..., dict]:
-    """`run(runner)`: the flow's stage `tokens`, and in place of another stage the encoder of a
-    training; returns the bytes that they wrote.
+    """`run(runner)`: the flow's stage `tokens`, and in place of two others the encoder of a
+    training and the label index; returns the bytes that they wrote.
     """
     import torch
 
     from flows import train as module
+    from unidec.config.index_spec import IndexSpec
     from unidec.model.encoder import TextEncoder, load_transformer
     from unidec.model.frozen import cached_inputs
     from unidec.pipeline import paths
+    from unidec.ranking.index import LabelIndex
+
+    def index(params: Params) -> dict:
+        vectors = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
+        parts = paths.CACHE / "index.parts"
+        LabelIndex.build(vectors, IndexSpec(kind="pq"), parts=parts).save(paths.CACHE / "i.faiss")
+        return {}
 
     def encode(params: Params) -> dict:
         transformer = load_transformer(Path(params.encoder.name))
@@ -68,6 +83,7 @@ def run(project: Path, small_shards, prefect_server, monkeypatch) -> Callable[..
         return {}
 
     monkeypatch.setattr(module.pipeline, "propensity", encode, raising=False)
+    monkeypatch.setattr(module.pipeline, "label_graph", index, raising=False)
 
     def run(runner: str | None = None, *stages: str) -> dict:
         module.train(steps=list(stages or SHARDS), runner=runner)
@@ -86,7 +102,7 @@ def files(project: Path) -> dict[str, bytes]:
 def whole(run, project: Path) -> dict[str, bytes]:
     """The bytes without a runner."""
     made = run()
-    assert len(made) == 2 * 5 - 2 + 2 * 2, sorted(made)
+    assert len(made) == 2 * 5 - 2 + 2 * 2 + 1, sorted(made)
     for folder in FOLDERS:
         shutil.rmtree(project / folder)
     return made
@@ -96,7 +112,9 @@ def kill_one() -> None:
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("stage", ["tokens", pytest.param("propensity", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "stage", ["tokens", *(pytest.param(stage, marks=pytest.mark.slow) for stage in [*SHARDS][1:])]
+)
 def test_a_killed_process_ends_a_stage_and_the_next_run_resumes(
     run, whole, project: Path, stage: str
 ) -> None:
@@ -117,14 +135,14 @@ def test_a_dask_cluster_that_loses_a_worker_in_each_stage(run, whole, project: P
     import distributed
 
     with distributed.LocalCluster(
-        n_workers=3,
+        n_workers=4,
         threads_per_worker=1,
         host="127.0.0.1",
         dashboard_address=None,
         memory_limit=None,
         scheduler_kwargs={"dashboard_address": "127.0.0.1:0"},
     ) as cluster:
-        killed = list(cluster.workers.values())[:2]
+        killed = list(cluster.workers.values())[:3]
         pids = [worker.pid for worker in killed]
         threads = []
         for worker, pattern in zip(killed, SHARDS.values(), strict=True):

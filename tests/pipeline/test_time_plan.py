@@ -24,7 +24,7 @@ def test_the_figures_are_those_of_the_result_files():
     assert tuple(result["size"]["labels"] for result in results) == MEASURED
     cells = [result["cells"] for result in results]
     stages = {stage.name: tuple(stage.seconds) for stage in STAGES}
-    for name in ("ingest", "validate", "tokens", "index"):
+    for name in ("ingest", "validate", "index"):
         assert stages[name] == tuple(cell[name]["seconds"] for cell in cells)
     # a tenth of the queries were predicted
     predicted = [10 * cell["predict"]["seconds"] for cell in cells]
@@ -72,9 +72,7 @@ def test_machines_divide_what_torchrun_and_shards_divide():
     for time in plan_time(Sizes.given(10**7, 10**7, tokens=8), machines=64):
         assert time.machine_hours == pytest.approx(one[time.name])
         assert time.hours == pytest.approx(one[time.name] / time.machines)
-        assert time.machines == (
-            1 if time.name in {"ingest", "validate", "tokens", "index"} else 64
-        )
+        assert time.machines == (1 if time.name in {"ingest", "validate", "index"} else 64)
 
 
 def test_the_command_prints_each_stage_and_their_sum():
