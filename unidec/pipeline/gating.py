@@ -365,21 +365,24 @@ def resource_checks(probes: Mapping[str, Probe], rules: Gate) -> list[Check]:
         ("load time", "max_load", "load_seconds", "s from start to the first answer"),
         ("latency", "max_latency", "p95_ms", "ms, p95 of single queries"),
         ("size", "max_size", "megabytes", "MB on disk"),
+    ):
+        got = getattr(probe, key)
+        if limit := rules.bound(bound).own:
+            words = f"{got:.3g} {unit}, at most {limit:g}"
+            checks.append(Check(name, got <= limit, got, limit, words))
+    for name, bound, key, unit in (
         ("load ratio", "max_load", "load_cpu_seconds", "s of processor time to an answer"),
         ("latency ratio", "max_latency", "p95_cpu_ms", "ms of processor time, p95 of a query"),
         ("size ratio", "max_size", "megabytes", "MB"),
     ):
-        measured = got = getattr(probe, key)
-        limit = rules.bound(bound).own
-        against = ""
-        if name.endswith(" ratio"):
-            before = getattr(champion, key, 0.0)
-            limit = before and rules.bound(bound).ratio
-            got = measured / (before or 1)
-            against = f"against {before:.3g} {unit}: {got:.2f} times the champion's"
-        if limit:
-            words = f"{measured:.3g} {against or unit}, at most {limit:g}"
-            checks.append(Check(name, got <= limit, got, limit, words))
+        limit = rules.bound(bound).ratio
+        before = getattr(champion, key, 0.0)
+        if limit and before:
+            got = getattr(probe, key)
+            ratio = got / before
+            words = f"{got:.3g} against {before:.3g} {unit}: {ratio:.2f} times the champion's"
+            words += f", at most {limit:g}"
+            checks.append(Check(name, ratio <= limit, ratio, limit, words))
     return checks
 
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from unidec.bundle.bundle_folder import read_info
 from unidec.bundle.bundle_info import BundleInfo
 from unidec.config import Params
-from unidec.data.json_file import read_json_object
-from unidec.data.storage import folder_sha256
+from unidec.data.storage import folder_sha256, read_json
 from unidec.errors import ConfigError
 from unidec.metric_names import headline
 from unidec.pipeline import paths
@@ -87,8 +86,10 @@ def register(params: Params, bundle: str | os.PathLike[str] | None = None) -> Re
         facts |= {"labels of version": origin["start.version"], **_counts(info)}
     else:
         tracker = tracker_of_model()
-        metrics = read_json_object(paths.METRICS).get("test", {})
-        facts["metrics"] = {"test": headline(metrics)}
+        metrics = {}
+        if paths.METRICS.is_file():
+            metrics = headline(read_json(paths.METRICS)["test"])
+        facts["metrics"] = {"test": metrics}
         known = find_version(client, name, folder_sha256(path))
         if known is None:
             # only for a new version: an existing one keeps the records of its training
