@@ -28,7 +28,8 @@ def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         ArtifactError: another line is damaged.
     """
-    lines = Path(path).read_bytes().splitlines() if Path(path).is_file() else []
+    file = Path(path)
+    lines = file.read_bytes().splitlines() if file.is_file() else []
     records = []
     for number, line in enumerate(lines, 1):
         try:

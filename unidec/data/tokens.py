@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, NonNegativeInt
 
 from unidec.data.array_file import growing_array
-from unidec.data.chunks import blocks
 from unidec.data.storage import (
     REBUILD,
     file_sha256,
@@ -414,8 +413,8 @@ def encode_texts(
     tokenizer = load_tokenizer(tokenizer_folder, max_length)
     if isinstance(texts, str):
         raise DataError("texts must be a list", got="one string", fix="pass [text]")
-    parts = blocks(max(len(texts), 1), _ENCODE_AT_ONCE)
-    encoded = [tokenizer.encode(texts[part]) for part in parts]
+    starts = range(0, max(len(texts), 1), _ENCODE_AT_ONCE)
+    encoded = [tokenizer.encode(texts[start : start + _ENCODE_AT_ONCE]) for start in starts]
     ids, lengths = zip(*encoded, strict=True)
     tokens = Tokens(
         np.concatenate(ids), _offsets(lengths), tokenizer.vocab_size, tokenizer.pad_id, max_length
