@@ -136,8 +136,8 @@ def _artifacts(folder: Path, deep: bool) -> Iterator[Defect]:
             path, bundle_folder.KIND, bundle_folder.VERSION, deep
         ),
     }
-    caches = folder / paths.CACHE
-    for path in sorted({*caches.glob("[!.]*-*")} - {*caches.glob("*.shards")}):
+    # a cache's name ends with a hash; shards of one, with which the next run resumes, are no damage
+    for path in sorted((folder / paths.CACHE).glob("[!.]*-*[0-9a-f]")):
         kind = _CACHES.get(path.name.partition("-")[0], frozen.KIND)
         open_with[path.relative_to(folder)] = partial(read_manifest, kind=kind)
     for path, open_artifact in open_with.items():
