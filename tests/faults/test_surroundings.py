@@ -48,7 +48,7 @@ ENVIRONMENTS: dict[str, dict[str, str | None]] = {
     },
     "dvc": {"DVC_ROOT": "/nonexistent", "DVC_EXP_NAME": "x", "DVC_STUDIO_TOKEN": "x"},
     "git": {"GIT_DIR": "/nonexistent", "GIT_CONFIG_GLOBAL": "/nonexistent"},
-    "own": {"UNIDEC_LOCK": "x", "UNIDEC_MLFLOW_UI": "x"},
+    "own": {"UNIDEC_LOCK": "x", "UNIDEC_MLFLOW_UI": "x", "UNIDEC_RUN_TAGS": "[1]"},
     "no temporary folder": {
         "TMPDIR": "/nonexistent",
         "TEMP": "/nonexistent",

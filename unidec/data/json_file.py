@@ -7,17 +7,24 @@ import os
 from pathlib import Path
 from typing import Any
 
-from unidec.data.storage import read_json
 from unidec.errors import ArtifactError
+
+
+def json_object(text: str | bytes) -> dict[str, Any]:
+    """The JSON object in a text; {} if it holds none."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The JSON object in a file; {} if there is none, or it cannot be read."""
     try:
-        found = read_json(path)
-    except (OSError, ValueError):
+        return json_object(Path(path).read_bytes())
+    except OSError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

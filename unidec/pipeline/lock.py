@@ -13,6 +13,7 @@ from pathlib import Path
 
 from unidec.addresses import without_credentials
 from unidec.data.file_lock import lock_file
+from unidec.data.json_file import json_object
 from unidec.errors import TrainingError, UnidecError
 from unidec.pipeline import paths
 from unidec.surroundings import environment
@@ -65,7 +66,7 @@ def replaces_inputs() -> Iterator[None]:
     Raises:
         TrainingError: as `one_at_a_time`.
     """
-    held = json.loads(os.environ.get(HELD, "{}"))
+    held = json_object(os.environ.get(HELD, ""))
     inside = held.get("folder") == str(paths.RUNS.resolve()) and is_alive(held)
     with contextlib.nullcontext() if inside else one_at_a_time():
         yield

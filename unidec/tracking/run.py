@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from unidec.addresses import without_credentials
-from unidec.data.json_file import read_json_object
+from unidec.data.json_file import json_object, read_json_object
 from unidec.data.storage import write_json
 from unidec.tracking.once import create_once
 from unidec.tracking.process_alive import is_alive, this_process
@@ -396,7 +396,7 @@ def reconcile_runs(run_dirs: Iterable[Path]) -> list[str]:
 
 def run_tags() -> dict[str, str]:
     """The tags of every run started in this process; see `RUN_TAGS`."""
-    return dict(json.loads(os.environ.get(RUN_TAGS, "{}")))
+    return json_object(os.environ.get(RUN_TAGS, ""))
 
 
 def _without_credentials(facts: Mapping[str, Any]) -> dict[str, str]:
