@@ -6,17 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from helpers.shard_workers import Killed, killed_after
 
 from unidec.data.dataset import XMCDataset
 from unidec.data.shards import Work, dividing
 from unidec.data.token_shards import tokenise
-from unidec.pipeline.shard_jobs import run_shard
 
 TEXTS_A_SHARD = 8  # of 60 queries
-
-
-class Killed(BaseException):
-    """In place of a signal that ends the process."""
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -44,16 +40,9 @@ def test_a_killed_stage_resumes_and_gives_the_bytes_of_one_piece(
     out = tmp_path / "tokens" / "queries"
     written: list[int] = []
 
-    def write(work: Work) -> None:
-        for number in work.missing():
-            if len(written) == 3:
-                raise Killed
-            run_shard(work.folder, number)
-            written.append(number)
-
     tokenise_queries(tmp_path / "whole", prompt)
     assert not written
-    with dividing(write):
+    with dividing(killed_after(3, written)):
         with pytest.raises(Killed):
             tokenise_queries(out, prompt)
         assert written == [0, 1, 2] and not out.exists()

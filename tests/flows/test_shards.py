@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from helpers.shard_workers import once_a_shard_is_whole, workers_of
+from helpers.shard_workers import dask_cluster, once_a_shard_is_whole, workers_of
 from helpers.tiny_transformer import write_transformer
 
 from unidec.bundle.predict_file import FileRequest, begin_predictions, merge, predict_file
@@ -133,17 +133,7 @@ def ask(place, tmp_path, predict, prefect_server):
 
 @pytest.fixture
 def cluster():
-    """A Dask cluster of two workers on loopback, started by somebody else than the flow."""
-    import distributed
-
-    with distributed.LocalCluster(
-        n_workers=2,
-        threads_per_worker=1,
-        host="127.0.0.1",
-        dashboard_address=None,
-        memory_limit=None,
-        scheduler_kwargs={"dashboard_address": "127.0.0.1:0"},
-    ) as cluster:
+    with dask_cluster(2) as cluster:
         yield cluster
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.shard_workers import once_a_shard_is_whole, workers_of
+from helpers.shard_workers import dask_cluster, once_a_shard_is_whole, workers_of
 
 from unidec import pipeline
 from unidec.config import Params, load_params
@@ -132,16 +132,7 @@ def test_a_killed_process_ends_a_stage_and_the_next_run_resumes(
 
 @pytest.mark.slow
 def test_a_dask_cluster_that_loses_a_worker_in_each_stage(run, whole, project: Path) -> None:
-    import distributed
-
-    with distributed.LocalCluster(
-        n_workers=4,
-        threads_per_worker=1,
-        host="127.0.0.1",
-        dashboard_address=None,
-        memory_limit=None,
-        scheduler_kwargs={"dashboard_address": "127.0.0.1:0"},
-    ) as cluster:
+    with dask_cluster(4) as cluster:
         killed = list(cluster.workers.values())[:3]
         pids = [worker.pid for worker in killed]
         threads = []

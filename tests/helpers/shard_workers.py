@@ -6,6 +6,41 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from unidec.data.shards import Work
+from unidec.pipeline.shard_jobs import run_shard
+
+
+class Killed(BaseException):
+    """In place of a signal that ends the process."""
+
+
+def killed_after(most: int, written: list[int]) -> Callable[[Work], None]:
+    """Writes missing shards and notes their numbers; raises `Killed` once `written` has `most`."""
+
+    def write(work: Work) -> None:
+        for number in work.missing():
+            if len(written) == most:
+                raise Killed
+            run_shard(work.folder, number)
+            written.append(number)
+
+    return write
+
+
+def dask_cluster(num_workers: int) -> Any:
+    """A Dask cluster on loopback, started by somebody else than the flow."""
+    import distributed
+
+    return distributed.LocalCluster(
+        n_workers=num_workers,
+        threads_per_worker=1,
+        host="127.0.0.1",
+        dashboard_address=None,
+        memory_limit=None,
+        scheduler_kwargs={"dashboard_address": "127.0.0.1:0"},
+    )
 
 
 def once_a_shard_is_whole(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.shard_workers import Killed, killed_after
 
 from unidec.config.index_spec import IndexSpec, Kind
 from unidec.data.shards import Work, dividing
@@ -22,10 +23,6 @@ from unidec.ranking.index import LabelIndex
 LABELS = 330
 ROWS = 100  # of a shard
 NUMBERS = {"lists": 4, "code_dims": 2}
-
-
-class Killed(BaseException):
-    """In place of a signal that ends the process."""
 
 
 @pytest.fixture(autouse=True)
@@ -77,15 +74,8 @@ def test_a_killed_build_resumes_and_a_damaged_shard_is_computed_again(
     spec = IndexSpec(kind="pq", **NUMBERS)
     written: list[int] = []
 
-    def write(work: Work) -> None:
-        for number in work.missing():
-            if len(written) == 2:
-                raise Killed
-            run_shard(work.folder, number)
-            written.append(number)
-
     parts = tmp_path / "index.parts"
-    with dividing(write):
+    with dividing(killed_after(2, written)):
         with pytest.raises(Killed):
             LabelIndex.build(heads, spec, parts=parts)
         assert written == [0, 1]
@@ -108,7 +98,7 @@ def test_a_killed_build_resumes_and_a_damaged_shard_is_computed_again(
 
 def test_damaged_inputs_are_not_read(heads: Heads, tmp_path: Path) -> None:
     def write(work: Work) -> None:
-        file = work.inputs / "clf.npy"
+        file = work.folder / "inputs" / "clf.npy"
         file.write_bytes(file.read_bytes()[:-4] + b"1234")
         run_shard(work.folder, 0)
 

@@ -30,6 +30,7 @@ from unidec.data.storage import (
     Folder,
     folder_sha256,
     read_manifest,
+    verify_once,
     write_folder,
     write_json,
 )
@@ -123,10 +124,14 @@ class Work:
     def num_rows(self) -> int:
         return self.bounds[-1]
 
-    @property
-    def inputs(self) -> Path:
-        """Folder of what workers read beside the data."""
-        return self.folder / INPUTS
+    def checked_inputs(self) -> Path:
+        """Folder of what workers read beside the data; a process checks its hashes once, not for
+        each shard. Raises ArtifactError: it is missing or damaged.
+        """
+        inputs = self.folder / INPUTS
+        with verify_once(inputs) as needed:
+            read_manifest(inputs, INPUTS, 1, needed)
+        return inputs
 
     def rows(self, number: int) -> tuple[int, ...]:
         """First (from 0) and last row (exclusive) of a shard."""

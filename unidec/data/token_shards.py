@@ -57,4 +57,4 @@ def write_shard(work: Work, number: int, threads: int = 0) -> None:
     texts = XMCDataset.open(place, verify=False).text_batches(**read, first=first, end=end)
     with work.write(number) as out:
         cache = out.path / _CACHE
-        build_token_cache(texts, work.inputs, out=cache, num_texts=end - first, **options)
+        build_token_cache(texts, work.checked_inputs(), out=cache, num_texts=end - first, **options)

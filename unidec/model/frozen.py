@@ -23,7 +23,7 @@ import torch
 
 from unidec.config import Encoder
 from unidec.data.chunks import blocks, length_chunks
-from unidec.data.shards import INPUTS, Job, Work, divided, is_dividing
+from unidec.data.shards import Job, Work, divided, is_dividing
 from unidec.data.storage import load_array, read_manifest, verify_once, write_folder
 from unidec.data.tensor_file import read_tensors, write_tensors
 from unidec.data.tokens import TokenCache, same_texts
@@ -269,15 +269,15 @@ def write_shard(work: Work, number: int, threads: int = 0) -> None:
     """
     settings, dense, device, amp, tokens = work.settings.values()
     with _loading:
-        read_manifest(work.inputs, INPUTS, 1)
+        inputs = work.checked_inputs()
         layers = [Dense(DenseLayer(**layer)) for layer in dense]
-        transformer = empty_transformer(work.inputs)
+        transformer = empty_transformer(inputs)
         encoder = TextEncoder(Encoder(**settings), transformer, 0, 0, dense=layers)
-    weights = read_tensors(work.inputs / _WEIGHTS)
+    weights = read_tensors(inputs / _WEIGHTS)
     encoder.get_submodule("transformer").load_state_dict(weights)
     encoder.to(device).eval()
     caches = FrozenCaches(encoder, work.folder, torch.device(device), getattr(torch, amp, None))
-    rows = load_array(work.inputs / _ROWS, np.int64)[slice(*work.rows(number))]
+    rows = load_array(inputs / _ROWS, np.int64)[slice(*work.rows(number))]
     values = np.empty((len(rows), encoder.width), dtype=np.float16)
     cache = TokenCache.open(tokens, verify=False)
     for places, vectors in caches.encoded("vectors", "", cache, rows, {}):

@@ -25,8 +25,8 @@ import numpy.typing as npt
 
 from unidec.config.index_spec import COMPRESSED, FLAT, IndexSpec, Kind
 from unidec.cores import in_order, num_threads, thread_pool
-from unidec.data.shards import INPUTS, Job, Work, divided, is_dividing
-from unidec.data.storage import load_array, read_manifest, write_file
+from unidec.data.shards import Job, Work, divided, is_dividing
+from unidec.data.storage import load_array, write_file
 from unidec.data.temporary import remove
 from unidec.model.faiss_library import faiss_module
 from unidec.progress import progress
@@ -431,13 +431,12 @@ def write_shard(work: Work, number: int, threads: int = 0) -> None:
     Raises:
         ArtifactError: the inputs are missing or damaged, or the shard cannot be written.
     """
-    read_manifest(work.inputs, INPUTS, 1)
+    inputs = work.checked_inputs()
     arrays = {
-        path.stem: np.load(path, mmap_mode="r", allow_pickle=False)
-        for path in work.inputs.glob("*.npy")
+        path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in inputs.glob("*.npy")
     }
     heads = Heads(arrays, **work.settings)
-    index = faiss_module().read_index(str(work.inputs / _TRAINED))
+    index = faiss_module().read_index(str(inputs / _TRAINED))
     rows = np.arange(*work.rows(number))
     with thread_pool(1) as thread:
         codes = thread.submit(index.sa_encode, _checked_rows(heads, rows, index.d)).result()
