@@ -33,6 +33,7 @@ from unidec.pipeline import paths
 from unidec.tracking.repository import is_inside
 
 MODEL_STAGES = ("train", "index", "evaluate")
+DIVIDED = ("ingest", "validate", "tokens")  # data stages that a runner divides
 # inputs of the model's stages: parameters, code, and for the data folders their manifests, which
 # contain hashes
 _INPUTS = (
@@ -57,8 +58,8 @@ _PASSING = re.compile(
 )
 _KILL_AFTER = 10.0  # seconds between SIGTERM and SIGKILL when a command is cancelled
 _NOISE = re.compile(  # lines that DVC prints around a stage's output
-    r"Running stage|> |(Generating|Updating) lock|ERROR: failed to reproduce|Stage '|To track|Use "
-    r"`dvc|\s*git add|\s*dvc config"
+    r"Running stage|> |(Generating|Updating) lock|ERROR: failed to reproduce|Stage '|"
+    r"To (track|enable)|Use `dvc|\s*git add|\s*dvc config"
 )
 # and lines of the error that `make_data` raises
 _UNTOLD = re.compile(rf"{_NOISE.pattern}|error: |\s")
@@ -262,11 +263,10 @@ def prepare_data(params: Params, stages: tuple[str, ...]) -> list[str]:
         lifecycle.say("the data is up to date")
         return work
     if is_dividing():  # a process that DVC starts has no runner
-        before = stages[: stages.index("tokens")]
-        lifecycle.run("prepare dataset", make_data, before, retry=True)
-        if stale(("tokens",))[0]:
-            lifecycle.run("tokens", pipeline.tokens, params)
-            commit(["tokens"])
+        for stage in DIVIDED:
+            if stale((stage,))[0]:
+                lifecycle.run(stage, getattr(pipeline, stage), params)
+                commit([stage])
     lifecycle.run("prepare data", make_data, stages, retry=True)
     return stale()[1]
 

@@ -73,9 +73,9 @@ def train(
             label_graph, train, index, evaluate, register, separated by commas.
         params_file: parameter file; another file than params.yaml makes a trial.
         register_trial: also register a trial's bundle, as `challenger`.
-        runner: divide texts to tokenise, texts to encode by a frozen transformer, and labels of
-            a compressed index into shards: processes, threads (:N workers), dask://host:port or
-            ray://host:port; default UNIDEC_RUNNER, none.
+        runner: divide part files to read, texts to tokenise, texts to encode by a frozen
+            transformer, and labels of a compressed index into shards: processes, threads (:N
+            workers), dask://host:port or ray://host:port; default UNIDEC_RUNNER, none.
 
     Returns:
         what was done: {"steps", and if they ran "start", "epoch", what `unidec.pipeline.evaluate`

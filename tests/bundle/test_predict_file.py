@@ -177,6 +177,23 @@ def test_a_file_has_the_answers_of_the_server(rng, tmp_path, texts):
     assert table["score"].to_pylist() == pytest.approx(scores, abs=1e-4)
 
 
+def test_a_folder_of_part_files_is_one_file(rng, tmp_path, texts):
+    write_tiny_bundle(tmp_path / "b", rng)
+    bundle = Bundle.load(tmp_path / "b")
+    whole = write_queries(tmp_path / "in.csv", texts)
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    for name, some in (("0.csv", texts[:5]), ("1.parquet", texts[5:40]), ("2.jsonl", texts[40:])):
+        write_queries(parts / name, some)
+    (parts / "_SUCCESS").touch()
+    for source, output in ((whole, "a.csv"), (parts, "b.csv")):
+        predict_file(bundle, source, tmp_path / output)
+    assert (tmp_path / "b.csv").read_bytes() == (tmp_path / "a.csv").read_bytes()
+    (parts / "1.jsonl").write_text('{"query": " "}\n')
+    with pytest.raises(DataError, match=r"1\.jsonl:1"):
+        predict_file(bundle, parts, tmp_path / "b.csv")
+
+
 def test_what_is_whole_is_not_made_again(rng, tmp_path, texts, monkeypatch):
     write_tiny_bundle(tmp_path / "b", rng)
     source = write_queries(tmp_path / "in.csv", texts)

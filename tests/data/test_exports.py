@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import shutil
-import subprocess
 from pathlib import Path
 
 import pandas as pd
@@ -155,19 +153,13 @@ def test_a_packed_file_whose_name_does_not_say_so(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("parts", ["queries", "queries.jsonl"])
-def test_the_command_that_joins_part_files_of_spark_does(folder: Path, parts: str) -> None:
+def test_part_files_of_spark(folder: Path, parts: str) -> None:
     (folder / "queries.csv").unlink()
     (folder / parts).mkdir()
     for number, row in enumerate([b'{"id": "q1", "text": "a"}\n', b'{"id": "q2", "text": "b"}\n']):
         (folder / parts / f"part-0000{number}-c000.json.gz").write_bytes(gzip.compress(row))
     (folder / parts / "_SUCCESS").touch()
-    told = refusal(folder)
-    assert f"{folder / parts}: a table in several part files" in told
-    command = told.split("fix: join them: ")[1].replace("PART...", f"{parts}/part-*")
-    subprocess.run(["sh", "-c", command.replace("FILE", "joined")], cwd=folder, check=True)
-    shutil.rmtree(folder / parts)
-    (folder / "joined").rename(folder / "queries.jsonl")
-    assert read_raw(folder, test_share=0).queries["train"].num_rows == 2
+    assert read_raw(folder, test_share=0).queries["train"]["uid"].to_pylist() == ["q1", "q2"]
 
 
 @pytest.mark.parametrize(("kind", "column"), [("parquet", "label_id"), ("jsonl", "text")])

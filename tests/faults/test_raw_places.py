@@ -5,6 +5,7 @@ ignored.
 from __future__ import annotations
 
 import bz2
+import gzip
 import os
 import shutil
 import socket
@@ -168,6 +169,34 @@ def parts_of(path: Path, kind: str, places: list[str]) -> None:
             part.write_text("".join(text))
 
 
+TABLES = {
+    "queries": "id,text\nq1,a\nq2,b\nq3,c\n",
+    "labels": "id,text\nl1,a\nl2,b\n",
+    "pairs": "query_id,label_id\nq1,l1\nq2,l2\nq3,l2\n",
+    "filters": "query_id,label_id\nq1,l2\nq2,l1\n",
+}
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> Path:
+    for name, text in TABLES.items():
+        (tmp_path / f"{name}.csv").write_text(text)
+    return tmp_path
+
+
+def contents(folder: Path) -> dict[str, object]:
+    """The texts and pairs in a folder by uid: rows of parts come in another order."""
+    raw = read_raw(folder, test_share=0.0)
+    queries = raw.queries["train"].to_pylist()
+    labels = raw.labels["uid"].to_pylist()
+    pairs = {
+        (queries[row]["uid"], labels[column])
+        for matrix in (raw.relevance["train"], 2 * raw.filter_pairs["train"].astype(int))
+        for row, column in zip(*matrix.nonzero(), strict=True)
+    }
+    return {"queries": sorted(map(str, queries)), "labels": labels, "pairs": pairs}
+
+
 @pytest.mark.parametrize(
     ("kind", "places"),
     [
@@ -184,20 +213,89 @@ def parts_of(path: Path, kind: str, places: list[str]) -> None:
         ("csv", ["queries_1.csv", "queries_2.csv"]),
     ],
 )
-@pytest.mark.parametrize("table", ["queries", "filters"])
-def test_part_files_are_named_with_how_to_join_them(
-    tmp_path: Path, kind: str, places: list[str], table: str
+@pytest.mark.parametrize("table", ["queries", "pairs", "filters"])
+def test_part_files_are_read_as_one_table(
+    tables: Path, kind: str, places: list[str], table: str
 ) -> None:
-    (tmp_path / "queries.csv").write_text("id,text\nq1,a\nq2,b\nq3,c\n")
-    (tmp_path / "labels.csv").write_text("id,text\nl1,a\nl2,b\n")
-    (tmp_path / "pairs.csv").write_text("query_id,label_id\nq1,l1\nq2,l2\nq3,l2\n")
-    (tmp_path / "filters.csv").write_text("query_id,label_id\nq1,l2\nq2,l1\n")
-    parts_of(tmp_path / f"{table}.csv", kind, [place.replace("queries", table) for place in places])
-    with pytest.raises(DataError, match="a table in several part files") as caught:
-        read_raw(tmp_path)
-    assert table in str(caught.value.where or "") + str(caught.value.got)
-    assert caught.value.expected == f"one file {table}.{kind}"
-    assert "join them" in str(caught.value.fix)
+    whole = contents(tables)
+    parts = [place.replace("queries", table) for place in places]
+    parts_of(tables / f"{table}.csv", kind, parts)
+    for name in ("_SUCCESS", ".part-0000.crc"):  # written by Spark beside the parts
+        ((tables / parts[0]).parent / name).write_bytes(b"x")
+    assert contents(tables) == whole
+    assert {place for place in read_raw(tables).files if table in place} == set(parts)
+
+
+def test_an_error_in_a_part_names_its_file_and_line(tables: Path) -> None:
+    parts = ["pairs/part-0.csv.gz", "pairs/part-1.csv.gz"]
+    (tables / "pairs.csv").unlink()
+    (tables / "pairs").mkdir()
+    for place, text in zip(parts, ("q1,l1\nq2,l2\n", "q3,l2\nq9,l2\nq3,l2\n"), strict=True):
+        (tables / place).write_bytes(gzip.compress(f"query_id,label_id\n{text}".encode()))
+    with pytest.raises(DataError) as caught:
+        read_raw(tables)
+    assert "pairs/part-1.csv.gz:3 (uid q9)" in str(caught.value)
+    assert "pairs/part-1.csv.gz:4 (query q3, label l2)" in str(caught.value)
+
+
+def test_a_part_without_a_needed_column(tables: Path) -> None:
+    parts_of(tables / "queries.csv", "csv", ["queries/a.csv", "queries/b.csv"])
+    (tables / "queries/b.csv").write_text("id,title\nq2,b\n")
+    with pytest.raises(DataError, match=r"b\.csv:1: columns missing: text"):
+        read_raw(tables)
+
+
+def test_a_column_of_some_parts_is_empty_in_the_others(tables: Path) -> None:
+    parts_of(tables / "labels.csv", "csv", ["labels/a.csv", "labels/b.csv"])
+    (tables / "labels/b.csv").write_text("id,text,content\nl2,b,more\n")
+    assert read_raw(tables).labels["content"].to_pylist() == ["", "more"]
+
+
+def test_parts_of_two_kinds_are_two_files_for_one_table(tables: Path) -> None:
+    parts_of(tables / "queries.csv", "csv", ["queries/a.csv", "queries/b.csv"])
+    (tables / "queries/c.jsonl").write_text('{"id": "q4", "text": "d"}\n')
+    with pytest.raises(DataError, match="two files for the same table"):
+        read_raw(tables)
+
+
+@pytest.mark.parametrize("part", ["queries/a.csv", "queries-0-of-1.csv.gz"])
+def test_a_file_beside_its_parts(tables: Path, part: str) -> None:
+    (tables / "queries").mkdir()
+    (tables / part).write_text("id,text\nq1,newer\n")
+    with pytest.raises(DataError, match=rf"two files(.|\n)*queries\.csv, {part}"):
+        read_raw(tables)
+
+
+def test_parts_that_are_missing(tables: Path) -> None:
+    places = [f"pairs-0000{number}-of-00003.csv" for number in range(3)]
+    parts_of(tables / "pairs.csv", "csv", places)
+    read_raw(tables)
+    (tables / places[1]).unlink()
+    with pytest.raises(DataError, match=r"2 parts(.|\n)*3, as the name pairs-00000-of-00003\.csv"):
+        read_raw(tables)
+
+
+def test_parts_that_are_being_written(tables: Path) -> None:
+    parts_of(tables / "pairs.csv", "parquet", ["pairs/part-0.parquet"])
+    (tables / "pairs/_temporary/0").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"pairs: a program is writing(.|\n)*_temporary"):
+        read_raw(tables)
+
+
+def test_parts_packed_in_another_way(tables: Path) -> None:
+    parts_of(tables / "queries.csv", "csv", ["queries/a.csv", "queries/b.csv"])
+    (tables / "queries/b.csv").rename(tables / "queries/b.csv.zst")
+    with pytest.raises(DataError, match=r"b\.csv\.zst: packed with a method(.|\n)*b\.csv\.gz"):
+        read_raw(tables)
+
+
+def test_parts_of_a_file_whose_lines_are_numbered_through(raw_folder: Callable) -> None:
+    path = raw_folder("xmc-json") / "lbl.json.gz"
+    for number in range(2):
+        shutil.copy(path, path.with_name(f"lbl-{number:05d}.json.gz"))
+    path.unlink()
+    with pytest.raises(DataError, match=r"a file in several parts(.|\n)*one file lbl\.json"):
+        read_raw(path.parent)
 
 
 @pytest.mark.parametrize("make", [dangling, os.mkfifo, folder])

@@ -1,10 +1,11 @@
-"""Stages of a training whose texts are tokenised and encoded, and whose labels are indexed, in
-shards by processes of this machine or a real Dask cluster: the bytes of one piece, also when
-workers are killed.
+"""Stages of a training whose raw files are read, whose texts are checked, tokenised and encoded,
+and whose labels are indexed, in shards by processes of this machine or a real Dask cluster: the
+bytes of one piece, also when workers are killed.
 """
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -18,18 +19,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.raw_files import write_raw
 from helpers.shard_workers import dask_cluster, once_a_shard_is_whole, workers_of
 
 from unidec import pipeline
 from unidec.config import Params, load_params
-from unidec.data.dataset import XMCDataset
+from unidec.data.raw import RawData
 from unidec.data.shards import dividing
 from unidec.errors import ArtifactError, ConfigError, TrainingError
 
 TEXTS_A_SHARD = 4  # of 60 queries and 40 labels
-FOLDERS = ("data/tokens", "data/cache")
+PARTS = 6  # files of the table of queries
+FOLDERS = ("data/dataset", "data/validation", "data/tokens", "data/cache")
 # of the stages that are run
 SHARDS = {
+    "ingest": "data/queries-*.shards",
+    "validate": "data/validation-tokens-labels.shards",
     "tokens": "data/tokens-queries.shards",
     "propensity": "data/cache/vectors-*.shards",
     "label_graph": "data/cache/index.parts.shards",
@@ -38,25 +43,35 @@ SHARDS = {
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unidec.data.formats.table_reader.DIVIDED_ABOVE", 1)
     monkeypatch.setattr("unidec.data.token_shards.TEXTS_A_SHARD", TEXTS_A_SHARD)
     monkeypatch.setattr("unidec.model.frozen.TEXTS_AT_ONCE", TEXTS_A_SHARD)
     monkeypatch.setattr("unidec.ranking.index.ROWS_AT_ONCE", TEXTS_A_SHARD)
 
 
 @pytest.fixture
-def project(tiny_dataset: XMCDataset, tiny_bert: Path, tmp_path: Path, monkeypatch) -> Path:
-    """A project with a data set; it is the working folder."""
+def project(tiny_raw: RawData, tiny_bert: Path, tmp_path: Path, monkeypatch) -> Path:
+    """A project with raw files, the queries in parts; it is the working folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("UNIDEC_RUNNER", raising=False)
-    shutil.copytree(tiny_dataset.path, "data/dataset")
+    write_raw(tiny_raw, "raw", "tables")
+    header, *rows = Path("raw/queries.csv").read_text().splitlines()
+    for part in range(PARTS):
+        text = "\n".join([header, *rows[part::PARTS]])
+        Path(f"raw/queries-{part}-of-{PARTS}.csv").write_text(text)
+    Path("raw/queries.csv").unlink()
     encoder = f"{{name: {tiny_bert}, query_prompt: 'query: '}}"
-    Path("params.yaml").write_text(f"encoder: {encoder}\ntokens: {{max_length: 16}}\n")
+    off = "{empty_texts: off, unknown_tokens: off, label_texts_given_twice: off}"
+    Path("params.yaml").write_text(
+        f"data: {{path: raw, validation_share: 0.1}}\nencoder: {encoder}\n"
+        f"tokens: {{max_length: 16}}\nvalidation: {off}\n"
+    )
     return tmp_path
 
 
 @pytest.fixture
 def run(project: Path, small_shards, prefect_server, monkeypatch) -> Callable[..., dict]:
-    """`run(runner)`: the flow's stage `tokens`, and in place of two others the encoder of a
+    """`run(runner)`: the flow's first three stages, and in place of two others the encoder of a
     training and the label index; returns the bytes that they wrote.
     """
     import torch
@@ -94,7 +109,8 @@ def run(project: Path, small_shards, prefect_server, monkeypatch) -> Callable[..
 
 
 def files(project: Path) -> dict[str, bytes]:
-    found = [path for folder in FOLDERS for path in (project / folder).rglob("*.*")]
+    found = [path for folder in FOLDERS for path in (project / folder).glob("**/*.*")]
+    found = [path for path in found if "docs" not in path.parts]  # with times
     return {str(path.relative_to(project)): path.read_bytes() for path in found}
 
 
@@ -102,7 +118,7 @@ def files(project: Path) -> dict[str, bytes]:
 def whole(run, project: Path) -> dict[str, bytes]:
     """The bytes without a runner."""
     made = run()
-    assert len(made) == 2 * 5 - 2 + 2 * 2 + 1, sorted(made)
+    assert len(made) == 9 + 2 + 2 * 4 + 2 * 2 + 1, sorted(made)
     for folder in FOLDERS:
         shutil.rmtree(project / folder)
     return made
@@ -113,14 +129,18 @@ def kill_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "stage", ["tokens", *(pytest.param(stage, marks=pytest.mark.slow) for stage in [*SHARDS][1:])]
+    "stage",
+    [
+        pytest.param(stage, marks=[] if stage in ("ingest", "tokens") else pytest.mark.slow)
+        for stage in SHARDS
+    ],
 )
 def test_a_killed_process_ends_a_stage_and_the_next_run_resumes(
     run, whole, project: Path, stage: str
 ) -> None:
     pattern = SHARDS[stage]
-    if stage != "tokens":
-        run("processes:2", "tokens")
+    for earlier in itertools.takewhile(lambda other: other != stage, SHARDS):
+        run("threads:2", earlier)
     thread = once_a_shard_is_whole(project, kill_one, f"{pattern}/0*-of-*")
     with pytest.raises(TrainingError, match="re-run the command"):
         run("processes:2", stage)
@@ -132,8 +152,8 @@ def test_a_killed_process_ends_a_stage_and_the_next_run_resumes(
 
 @pytest.mark.slow
 def test_a_dask_cluster_that_loses_a_worker_in_each_stage(run, whole, project: Path) -> None:
-    with dask_cluster(4) as cluster:
-        killed = list(cluster.workers.values())[:3]
+    with dask_cluster(6) as cluster:
+        killed = list(cluster.workers.values())[:5]
         pids = [worker.pid for worker in killed]
         threads = []
         for worker, pattern in zip(killed, SHARDS.values(), strict=True):
@@ -144,6 +164,9 @@ def test_a_dask_cluster_that_loses_a_worker_in_each_stage(run, whole, project: P
         for thread in threads:
             thread.join()
         assert [worker.pid for worker in killed] != pids
+
+
+STEPS = "ingest,tokens"
 
 
 @pytest.mark.slow
@@ -158,7 +181,7 @@ def test_a_killed_flow_resumes(project: Path, small_shards, whole, run, tmp_path
     inherited = {name: os.environ[name] for name in os.environ if "PREFECT" not in name}
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", start, "--steps", "tokens", "--runner", "processes:2"],
+            [sys.executable, "-c", start, "--steps", STEPS, "--runner", "processes:2"],
             env=inherited | {"PREFECT_HOME": str(home)},
             stdout=log,
             stderr=log,
@@ -221,20 +244,23 @@ def test_dvc_finds_texts_tokenised_that_a_runner_divided(monkeypatch) -> None:
         return not stale.isdisjoint(names), ["train"]
 
     monkeypatch.setattr(reproduce.pipeline, "inputs", lambda _params: None, raising=False)
-    monkeypatch.setattr(
-        reproduce.pipeline, "tokens", lambda _params: calls.append("tokens"), raising=False
-    )
+    for stage in reproduce.DIVIDED:
+        begin = partial(calls.append, stage)
+        monkeypatch.setattr(
+            reproduce.pipeline, stage, lambda _, begin=begin: begin(), raising=False
+        )
     monkeypatch.setattr(reproduce, "make_data", note("dvc"))
     monkeypatch.setattr(reproduce, "commit", note("commit"))
     monkeypatch.setattr(reproduce, "stale", changed)
     every = "dvc ingest validate tokens propensity label_graph"
+    own = ["ingest", "commit ingest", "tokens", "commit tokens"]
     assert reproduce.prepare_data(params, train.DATA_STEPS) == ["train"]
     assert calls == [every]
     calls.clear()
     with dividing(pytest.fail):
         reproduce.prepare_data(params, train.DATA_STEPS)
-        assert calls == ["dvc ingest validate", "tokens", "commit tokens", every]
+        assert calls == [*own, every]
         calls.clear()
         stale.remove("tokens")
         reproduce.prepare_data(params, train.DATA_STEPS)
-        assert calls == ["dvc ingest validate", every]
+        assert calls == [*own[:2], every]

@@ -28,6 +28,7 @@ from unidec.bundle.bundle_folder import KIND, VERSION
 from unidec.bundle.text_file import read_texts
 from unidec.config import RawBounds
 from unidec.cores import in_order, num_threads, thread_pool
+from unidec.data.formats.folder import parts_in
 from unidec.data.raw_lines import DEFAULT_BOUNDS
 from unidec.data.shards import Job, Work, alone, cuts, shards_folder
 from unidec.data.storage import file_sha256, folder_sha256, read_manifest, write_file
@@ -51,7 +52,8 @@ class FileRequest:
 
     Attributes:
         bundle: a bundle's folder.
-        input: .csv, .tsv, .jsonl (also with .gz) or .parquet file with a text column.
+        input: .csv, .tsv, .jsonl (also with .gz) or .parquet file with a text column, or a folder
+            of such files, which are read in the order of their names.
         output: .parquet, .csv, .tsv or .jsonl file; columns query_row (from 0), query, rank (from
             1), label, title, score, probability; in the order of the input.
         k: labels per query.
@@ -124,8 +126,8 @@ def begin_predictions(
     read_manifest(bundle, KIND, VERSION)
     folder = shards_folder(target)
     sha256 = folder_sha256(bundle)
-    texts = read_texts(source, request.column, bounds)
-    num_rows = _copy_texts(texts, folder / TEXTS, request.batch_size)
+    texts = (read_texts(file, request.column, bounds) for file in parts_in(source) or [source])
+    num_rows = _copy_texts(chain.from_iterable(texts), folder / TEXTS, request.batch_size)
     count = shards
     if count is None:
         count = max(1, -(-num_rows // QUERIES_A_SHARD))

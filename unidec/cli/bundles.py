@@ -67,7 +67,10 @@ def predict(
     bundle: BundleAddress = DEFAULT_BUNDLE,
     source: Annotated[
         Path | None,
-        Option("--input", help="queries: .csv, .tsv, .jsonl or .parquet with a column `text`"),
+        Option(
+            "--input",
+            help="queries: .csv, .tsv, .jsonl or .parquet with a column `text`, or a folder",
+        ),
     ] = None,
     target: Annotated[
         Path | None, Option("--output", help=".parquet, .csv, .tsv or .jsonl")

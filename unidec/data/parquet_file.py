@@ -1,4 +1,4 @@
-"""Reads rows of Parquet files with little memory.
+"""Reads Parquet files with little memory.
 
 A Parquet file can store a value once and repeat it in millions of rows, so the decoded size is
 checked while reading, a few rows at a time.
@@ -18,13 +18,15 @@ from unidec.errors import DataError
 
 _BUFFER = 1 << 20  # bytes of a column that are read at once; without a buffer, whole row groups are
 _BATCH_ROWS = 128  # decoded at once: even if each text has a million characters, they fit in memory
+_BATCHES = 32  # at most, of a block
+_BLOCK_BYTES = 16 << 20
 _VALUE_BYTES = 8  # a number, or the offset of a text
 
 
 def read_parquet(
     path: Path, columns: Sequence[str], check: Callable[[list[str]], object], bounds: RawBounds
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number (1-based) and cells of each row.
+) -> Iterator[pa.Table]:
+    """The rows, in blocks of at most `_BATCHES` batches, or about `_BLOCK_BYTES`.
 
     Args:
         columns: names of the columns to read, as far as they exist; no others are read.
@@ -45,13 +47,18 @@ def read_parquet(
             _check_no_bytes(path, schema, wanted)
             check_unpacked(path, _stored_bytes(file.metadata, wanted), bounds)
             decoded = 0
-            number = 1
+            yielded = 0
+            block: list[pa.RecordBatch] = []
             for batch in file.iter_batches(_BATCH_ROWS, columns=wanted):
                 decoded += batch.nbytes
                 check_unpacked(path, decoded, bounds)
-                for row in batch.to_pylist():
-                    yield number, row
-                    number += 1
+                block.append(batch)
+                if len(block) == _BATCHES or decoded - yielded > _BLOCK_BYTES:
+                    yield pa.Table.from_batches(block)
+                    yielded = decoded
+                    block.clear()
+            if block:
+                yield pa.Table.from_batches(block)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(
             "not a readable Parquet file", where=path, got=error, fix="write or copy the file again"

@@ -214,7 +214,7 @@ def divided(
     job: Job,
     settings: dict[str, Any],
     size: tuple[int, int],
-    write_inputs: Callable[[Path], None],
+    write_inputs: Callable[[Path], object] = lambda folder: None,
 ) -> Iterator[list[Path]]:
     """All shards of a stage's work, written by the function given to `dividing`:
     `with divided(...) as shards: ...` merges them.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -92,25 +93,23 @@ def read_rows(
         raise DataError(
             "unknown file type of a table", where=path, expected=".csv .tsv .jsonl .parquet"
         )
+    if kind == ".parquet":
+        tables = read_columns(path, columns, check, bounds)
+        yield from enumerate(chain.from_iterable(table.to_pylist() for table in tables), 1)
+        return
     check_file(path)
-
-    def check_header(names: list[str]) -> None:
-        check(names)
-        check_names(names, columns, f"{path}:1")
-
     if kind in (".jsonl", ".json"):
         lines = read_lines(path, bounds)
         yield from (
             (number, _json_object(line, number, report)) for number, line in lines if line.strip()
         )
-    elif kind == ".parquet":
-        yield from read_parquet(path, columns, check_header, bounds)
     else:
         rows = read_cells(path, _delimiter(path, bounds), bounds, report)
         _, names = next(rows, (0, []))
         if not names:
             raise DataError("an empty file", where=path, expected="a header and rows")
-        check_header(names)
+        check(names)
+        check_names(names, columns, f"{path}:1")
         for line, cells in rows:
             row = dict(zip(names, cells, strict=False))
             if len(cells) != len(names):
@@ -120,6 +119,19 @@ def read_rows(
                 report(DATABASE_NULL, line, row)
             else:
                 yield line, row
+
+
+def read_columns(
+    path: Path, columns: Sequence[str], check: Check, bounds: RawBounds
+) -> Iterator[pa.Table]:
+    """The rows of a Parquet file in blocks; arguments and errors as for `read_rows`."""
+    check_file(path)
+
+    def check_header(names: list[str]) -> None:
+        check(names)
+        check_names(names, columns, f"{path}:1")
+
+    return read_parquet(path, columns, check_header, bounds)
 
 
 def columns_missing(

@@ -126,6 +126,10 @@ class Tokens:
         """Positions in `ids` of the first token of these texts, int64 [B]."""
         return self.offsets[rows_B]
 
+    def part(self, rows: Sequence[int] | NDArray[Any]) -> Tokens:
+        """These texts, without their prompt."""
+        return Tokens(*self.ragged(rows), self.vocab_size, self.pad_id, self.max_length)
+
     def ragged(self, rows: Sequence[int] | NDArray[Any], most: int = 0) -> tuple[Ints, Ints]:
         """Flat ids int64 [F] and offsets int64 [B + 1] of these texts, in the format of
         `torch.nn.EmbeddingBag`.

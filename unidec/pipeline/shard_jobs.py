@@ -11,6 +11,7 @@ from unidec.data.shards import Work
 # first use, as a job may need torch and another one may not
 _MODULES = {
     "predictions": "unidec.bundle.predict_file",
+    "rows": "unidec.data.formats.table_reader",
     "tokens": "unidec.data.token_shards",
     "frozen": "unidec.model.frozen",
     "codes": "unidec.ranking.index",

@@ -28,13 +28,14 @@ class Stage:
 
     Attributes:
         rows: what it processes. seconds: measured at the `MEASURED` sizes.
-        divided: several machines divide it. grows: a row takes longer with more labels.
+        divided: share of the time that several machines divide. grows: a row takes longer with more
+        labels.
     """
 
     name: str
     rows: Rows
     seconds: Sequence[float]
-    divided: bool = False
+    divided: float = 0.0
     grows: bool = True
 
 
@@ -62,7 +63,9 @@ def plan_time(sizes: Sizes, machines: int) -> list[StageTime]:
     for stage in STAGES:
         used = machines if stage.divided else 1
         machine_hours = num_rows[stage.rows] * seconds_a_row(stage, sizes.num_labels) / 3600
-        times.append(StageTime(stage.name, used, machine_hours / used, machine_hours))
+        divided = stage.divided * machine_hours
+        hours = machine_hours - divided + divided / used
+        times.append(StageTime(stage.name, used, hours, machine_hours))
     return times
 
 

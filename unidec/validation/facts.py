@@ -20,7 +20,9 @@ from unidec.data.database import Database, fill, one_row
 from unidec.data.dataset import BATCH_ROWS, Text, XMCDataset, texts_read
 from unidec.data.profile import trimmed
 from unidec.data.raw import are_blank
-from unidec.data.tokens import Tokens, as_bytes, encode_texts, load_tokenizer
+from unidec.data.temporary import remove
+from unidec.data.token_shards import tokenise
+from unidec.data.tokens import TokenCache, Tokens, as_bytes, encode_texts, load_tokenizer
 
 TOKENISED_QUERIES = 20_000  # number of evenly spaced queries whose tokens are checked
 # bytes on disk of a text with its uid, and of a pair, while facts about them are computed
@@ -97,8 +99,11 @@ class Reading:
 TITLES = Reading()
 
 
-def collect_facts(tables: Database, dataset: XMCDataset, reading: Reading) -> None:
-    """Write the facts into three tables of a database; what is not known is NULL.
+def collect_facts(
+    tables: Database, dataset: XMCDataset, reading: Reading, scratch: Path | None = None
+) -> None:
+    """Write the facts into three tables of a database; what is not known is NULL. `scratch`: a
+    folder that holds the labels' tokens meanwhile; None: beside the data set.
 
     queries: row, uid, split (0 train, 1 validation, 2 test), text_length, num_positives,
     is_untitled (the content is read in place of a blank title), queries_with_this_text,
@@ -118,7 +123,7 @@ def collect_facts(tables: Database, dataset: XMCDataset, reading: Reading) -> No
         tables.execute(TOKENS)
         if reading.tokenizer is not None:
             known = "INSERT INTO tokens SELECT row, unknown, hash(tokens), is_cut FROM given"
-            fill(tables, known, _tokens(dataset, which, reading))
+            fill(tables, known, _tokens(dataset, which, reading, scratch))
         fill(tables, TEXTS, _texts(dataset, which, reading.text))
         tables.execute(statement)
 
@@ -149,18 +154,28 @@ def _texts(dataset: XMCDataset, which: str, text: Text) -> Iterator[pa.Table]:
         yield pa.table(columns)
 
 
-def _tokens(dataset: XMCDataset, which: str, reading: Reading) -> Iterator[pa.Table]:
+def _tokens(
+    dataset: XMCDataset, which: str, reading: Reading, scratch: Path | None
+) -> Iterator[pa.Table]:
     """Facts about the tokens of texts, in blocks: of all labels, and of evenly spaced queries."""
     assert reading.tokenizer is not None
-    labels = which == "labels"
-    num_rows = dataset.num_labels if labels else dataset.num_queries
-    texts_of = dataset.label_texts if labels else dataset.query_texts
-    most = num_rows if labels else min(num_rows, TOKENISED_QUERIES)
+    folder = scratch or dataset.path.with_name("label-tokens")
+    num_rows = most = dataset.num_labels
+    if which == "labels":
+        options = {"max_length": reading.max_length, "meta": {"text": reading.text}}
+        tokenise(dataset, which, folder / which, reading.tokenizer, options)
+        cache = TokenCache.open(folder / which, verify=False)
+    else:
+        num_rows = dataset.num_queries
+        most = min(num_rows, TOKENISED_QUERIES)
     for some in blocks(max(most, 1), BATCH_ROWS):
         place_B = np.arange(some.start, min(some.stop, most))
         rows_B = place_B * (num_rows - 1) // max(most - 1, 1)
-        texts = texts_of(rows_B, reading.text)
-        tokens = encode_texts(texts, reading.tokenizer, reading.max_length)
+        if which == "labels":
+            tokens = cache.part(rows_B)
+        else:
+            texts = dataset.query_texts(rows_B, reading.text)
+            tokens = encode_texts(texts, reading.tokenizer, reading.max_length)
         columns = {
             "row": rows_B,
             "unknown": unknown_shares(tokens, reading),
@@ -168,6 +183,7 @@ def _tokens(dataset: XMCDataset, which: str, reading: Reading) -> Iterator[pa.Ta
             "is_cut": tokens.lengths() >= reading.max_length,
         }
         yield pa.table(columns)
+    remove(folder)
 
 
 def _pairs(matrix: csr_matrix) -> Iterator[pa.Table]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from unidec.config import Validation, packaged
@@ -105,7 +106,7 @@ def validate_dataset(
     num_bytes = space_needed(dataset)
     with swap_folder(out_path, num_bytes=num_bytes) as out:
         with database(out) as tables:
-            collect_facts(tables, dataset, reading)
+            collect_facts(tables, dataset, reading, Path(f"{out_path}-tokens"))
             results = list(_count(tables, dataset, limits or Validation(), reading))
             charts = distributions(tables)
             facts = text_counts(tables, reading)

@@ -104,6 +104,17 @@ class Source:
             text = str(detail)[:200]
             samples.append(f"{place} ({text})" if text else place)
 
+    def record(
+        self, count: dict[str, int], samples: dict[str, list[str]], fixes: list[str]
+    ) -> None:
+        """Record errors that another source found: its attributes of these names."""
+        for kind, places in samples.items():
+            known = self.samples.setdefault(kind, [])
+            known += places[: MAX_SAMPLES - len(known)]
+        self.count.update(count)
+        for fix in fixes:
+            self.advise(fix)
+
     def advise(self, fix: str) -> None:
         """Record how to correct an error, once."""
         if fix not in self.fixes:
@@ -145,15 +156,37 @@ class Source:
         """Path of the file with one of these names, with or without .gz; None if there is none.
 
         Raises:
-            DataError: there are two, or the path is not a readable file.
+            DataError: there are two, or the path is not a readable file, or it is in parts.
         """
-        return folder.find(self.root, names)
+        files = self.present(*names)
+        if len(files) > 1:
+            raise DataError(
+                "a file in several parts",
+                where=files[0].parent,
+                got=f"{files[0].name} and others",
+                expected=f"one file {names[0]}",
+                fix="join them: lines are numbered through (only tables and BEIR may be in parts)",
+            )
+        return files[0] if files else None
 
     def need(self, *names: str) -> Path:
         """Like `find`, but raises a DataError that lists the names if there is no such file."""
         if path := self.find(*names):
             return path
-        raise DataError(
+        raise self._missing(names)
+
+    def parts(self, *names: str) -> list[Path]:
+        """Like `need`, but the file may be in parts, which are returned in order."""
+        if files := self.present(*names):
+            return files
+        raise self._missing(names)
+
+    def present(self, *names: str) -> list[Path]:
+        """Like `parts`, but [] if there is no such file."""
+        return folder.find(self.root, names)
+
+    def _missing(self, names: Sequence[str]) -> DataError:
+        return DataError(
             "a file is missing",
             where=self.root,
             expected=" or ".join(f"{name}[.gz]" for name in names),

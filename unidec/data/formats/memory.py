@@ -17,15 +17,8 @@ import pyarrow as pa
 from scipy.sparse import coo_matrix, issparse
 
 from unidec.data.formats.files import Source, places_in
-from unidec.data.formats.tables import (
-    LABEL_COLUMNS,
-    PAIR_COLUMNS,
-    QUERY_COLUMNS,
-    Table,
-    check_columns,
-    join_tables,
-    table_of,
-)
+from unidec.data.formats.table_reader import Table, TableReader, check_columns
+from unidec.data.formats.tables import LABEL_COLUMNS, PAIR_COLUMNS, QUERY_COLUMNS, join_tables
 from unidec.data.raw import RawData
 from unidec.data.table_file import check_names
 from unidec.data.tokens import is_unicode
@@ -282,8 +275,9 @@ def _table(
             got=", ".join(f"{name}: {len(column)}" for name, column in named),
             expected="one length",
         )
+    reader = TableReader(source, *columns)
     rows = _rows(source, what, names, zip(*values, strict=True))
-    return table_of(rows, what, source, columns)
+    return reader.table([(what, reader.blocks(rows, what))])
 
 
 def _rows(

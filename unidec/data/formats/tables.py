@@ -10,22 +10,20 @@ BEIR: corpus.jsonl (labels), queries.jsonl, qrels/{train,dev,test}.tsv.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from scipy.sparse import csr_matrix
 
-from unidec.data.formats.files import Layout, Pairs, Places, Source, places_in
-from unidec.data.lookalike import Known, difference, names_like, plain, visible
+from unidec.data.formats.files import Layout, Pairs, Places, Source
+from unidec.data.formats.table_reader import Table, read_table
+from unidec.data.lookalike import Known, difference, plain, visible
 from unidec.data.raw import SPLITS, RawData, text_table
-from unidec.data.spool import table_on_disk, take_pairs, take_texts
-from unidec.data.table_file import columns_missing, no_text, read_rows, text_blocks
-from unidec.progress import say
+from unidec.data.spool import take_pairs, take_texts
 
 QUERIES, LABELS, PAIRS, FILTERS = (
     [f"{stem}.{kind}" for kind in ("csv", "tsv", "parquet", "jsonl")]
@@ -41,71 +39,62 @@ QRELS = {
 }
 
 
-@dataclass(frozen=True)
-class Table:
-    """The contents of a table file or of a table in memory.
+def pairs_of(table: Table, source: Source, queries: pa.Table, labels: pa.Table) -> Pairs:
+    """The rows of a table as pairs: its first two columns are the uids of query and label. Unknown
+    uids are recorded as errors.
 
-    Attributes:
-        at: the places of its rows.
-        columns: the columns as strings; "" for a missing value. The relevance may be numbers.
+    The relevance is in column "relevance" or "score"; without such a column it is 1.
     """
+    query, label, *_ = table.columns
+    given = table.columns.get("relevance", table.columns.get("score"))
+    value_P = np.broadcast_to(1.0, table.num_rows)
+    if given is not None:
+        values = source.numbers(np.float64)
+        for block in given.chunks:
+            values.add([_number(value) for value in block.to_pylist()])
+        value_P = values.array()
+    return Pairs(
+        source=source,
+        at=table.at,
+        query_P=_rows(table, source, "query", query, queries["uid"]),
+        label_P=_rows(table, source, "label", label, labels["uid"]),
+        value_P=value_P,
+        given=(table.columns[query], table.columns[label], value_P if given is None else given),
+    )
 
-    at: Places
-    columns: dict[str, pa.ChunkedArray]
-    num_rows: int
 
-    def pairs(self, source: Source, queries: pa.Table, labels: pa.Table) -> Pairs:
-        """The rows as pairs: the first two columns are the uids of query and label. Unknown uids
-        are recorded as errors.
+def _rows(
+    table: Table, source: Source, what: str, column: str, known: pa.ChunkedArray
+) -> np.ndarray:
+    """Row in `known` of each uid of a column; -1 for an unknown uid, which is recorded."""
+    uids = table.columns[column]
+    row_P = source.rows_of(uids, known)
+    unknown = np.flatnonzero(row_P < 0)
+    if len(unknown):
+        by_row = dict(zip(unknown.tolist(), uids.take(unknown).to_pylist(), strict=True))
+        _note_unknown(source, table.at, what, by_row, known)
+    return row_P
 
-        The relevance is in column "relevance" or "score"; without such a column it is 1.
-        """
-        query, label, *_ = self.columns
-        given = self.columns.get("relevance", self.columns.get("score"))
-        value_P = np.broadcast_to(1.0, self.num_rows)
-        if given is not None:
-            values = source.numbers(np.float64)
-            for block in given.chunks:
-                values.add([_number(value) for value in block.to_pylist()])
-            value_P = values.array()
-        return Pairs(
-            source=source,
-            at=self.at,
-            query_P=self._rows(source, "query", query, queries["uid"]),
-            label_P=self._rows(source, "label", label, labels["uid"]),
-            value_P=value_P,
-            given=(self.columns[query], self.columns[label], value_P if given is None else given),
-        )
 
-    def _rows(self, source: Source, what: str, column: str, known: pa.ChunkedArray) -> np.ndarray:
-        """Row in `known` of each uid of a column; -1 for an unknown uid, which is recorded."""
-        uids = self.columns[column]
-        row_P = source.rows_of(uids, known)
-        unknown = np.flatnonzero(row_P < 0)
-        if len(unknown):
-            by_row = dict(zip(unknown.tolist(), uids.take(unknown).to_pylist(), strict=True))
-            _note_unknown(source, self.at, what, by_row, known)
-        return row_P
-
-    def texts(
-        self, source: Source, what: str, columns: Sequence[str] = ("id", "text", "content")
-    ) -> pa.Table:
-        """Table of uid, title and content from these columns, with checked uids. If all titles are
-        empty, the contents become the titles.
-        """
-        uids, titles, contents = (self.columns.get(column) for column in columns)
-        check_uids(source, uids, self.at, what)
-        if titles is None or pc.all(pc.equal(titles, "")).as_py():
-            titles, contents = contents, titles
-        return text_table(uids, titles, contents)
+def texts_of(
+    table: Table, source: Source, what: str, columns: Sequence[str] = ("id", "text", "content")
+) -> pa.Table:
+    """Table of uid, title and content from these columns, with checked uids. If all titles are
+    empty, the contents become the titles.
+    """
+    uids, titles, contents = (table.columns.get(column) for column in columns)
+    check_uids(source, uids, table.at, what)
+    if titles is None or pc.all(pc.equal(titles, "")).as_py():
+        titles, contents = contents, titles
+    return text_table(uids, titles, contents)
 
 
 def _read_tables(source: Source) -> RawData:
-    labels = read_table(source, source.need(*LABELS), *LABEL_COLUMNS)
-    queries = read_table(source, source.need(*QUERIES), *QUERY_COLUMNS)
-    pairs = read_table(source, source.need(*PAIRS), *PAIR_COLUMNS)
-    path = source.find(*FILTERS)
-    filters = None if path is None else read_table(source, path, PAIR_COLUMNS[0])
+    labels = read_table(source, source.parts(*LABELS), *LABEL_COLUMNS)
+    queries = read_table(source, source.parts(*QUERIES), *QUERY_COLUMNS)
+    pairs = read_table(source, source.parts(*PAIRS), *PAIR_COLUMNS)
+    files = source.present(*FILTERS)
+    filters = read_table(source, files, PAIR_COLUMNS[0]) if files else None
     return join_tables(source, queries, labels, pairs, filters)
 
 
@@ -120,15 +109,15 @@ def join_tables(
     """
     source.stop()  # uids cannot be looked up in tables with errors
     source.labels_at = labels.at
-    label_texts = labels.texts(source, "label")
-    query_texts = queries.texts(source, "query")
-    positives = pairs.pairs(source, query_texts, label_texts)
+    label_texts = texts_of(labels, source, "label")
+    query_texts = texts_of(queries, source, "query")
+    positives = pairs_of(pairs, source, query_texts, label_texts)
     split_N = _splits(queries, pairs, positives.query_P, source)
     shape = (query_texts.num_rows, label_texts.num_rows)
     relevance = positives.matrix(shape)
     filter_pairs = csr_matrix(shape, dtype=bool)
     if filters is not None:
-        found = filters.pairs(source, query_texts, label_texts)
+        found = pairs_of(filters, source, query_texts, label_texts)
         filter_pairs = replace(found, value_P=None).matrix(shape)
     raw = RawData(source.root.name, {}, label_texts, {}, {})
     for number, split in enumerate(SPLITS):
@@ -158,19 +147,19 @@ def _add_split(
 def _read_beir(source: Source) -> RawData:
     """Pairs with a score of 0, which were judged not relevant, are skipped."""
     columns = ("_id", "title", "text")
-    corpus = read_table(source, source.need("corpus.jsonl"), columns[:1], columns[1:])
-    queries = read_table(source, source.need("queries.jsonl"), columns[:1], columns[1:])
+    corpus = read_table(source, source.parts("corpus.jsonl"), columns[:1], columns[1:])
+    queries = read_table(source, source.parts("queries.jsonl"), columns[:1], columns[1:])
     source.labels_at = corpus.at
-    label_texts = corpus.texts(source, "label", columns)
-    query_texts = queries.texts(source, "query", columns)
+    label_texts = texts_of(corpus, source, "label", columns)
+    query_texts = texts_of(queries, source, "query", columns)
     raw = RawData(source.root.name, {}, label_texts, {}, {})
     shape = (queries.num_rows, corpus.num_rows)
     for split, file in QRELS.items():
         path = source.need(file) if split == "train" else source.find(file)
         if path is None:
             continue
-        table = read_table(source, path, ("query-id", "corpus-id", "score"))
-        pairs = table.pairs(source, query_texts, label_texts)
+        table = read_table(source, [path], ("query-id", "corpus-id", "score"))
+        pairs = pairs_of(table, source, query_texts, label_texts)
         rows = np.unique(pairs.query_P[pairs.query_P >= 0])
         parts = (query_texts, pairs.matrix(shape, True), csr_matrix(shape, dtype=bool))
         source.queries_at[split] = places_of(queries.at, rows)
@@ -181,101 +170,6 @@ def _read_beir(source: Source) -> RawData:
 def places_of(at: Places, rows: np.ndarray) -> Places:
     """The places of these rows of a file, numbered from 0."""
     return lambda chosen: at(rows[chosen])
-
-
-def read_table(
-    source: Source,
-    path: Path,
-    needed: Sequence[str],
-    optional: Sequence[str] = (),
-    look: Callable[[dict[str, Any], int], object] = lambda _row, _line: None,
-) -> Table:
-    """Read columns of a file; reports on stderr which columns of its header are not used.
-
-    Args:
-        needed: columns that must exist.
-        optional: further columns, omitted from the table if they do not exist.
-        look: called with each row and its line number.
-
-    Raises:
-        DataError: a needed column is missing, a column is given twice, or the file cannot be read.
-            Errors in single rows are recorded in the source.
-    """
-
-    wanted = (*needed, *optional)
-
-    def check(names: list[str]) -> None:
-        check_columns(names, needed, optional, f"{path}:1")
-        if unused := ", ".join(name for name in names if name not in wanted):
-            used = ", ".join(wanted)
-            say(f"{path.name}: columns that are not used: {unused} (used: {used})")
-
-    rows = read_rows(path, wanted, check, source.bounds, source.report(path))
-    return table_of(rows, source.name(path), source, (needed, optional), look=look)
-
-
-def check_columns(
-    names: Sequence[str], needed: Sequence[str], optional: Sequence[str], where: str
-) -> None:
-    """Raise a DataError if a needed column is missing."""
-    missing = [column for column in needed if column not in names]
-    if missing:
-        expected = ", ".join(needed) + "".join(f" [, {column}]" for column in optional)
-        raise columns_missing(where, names, missing, expected)
-
-
-def table_of(
-    rows: Iterable[tuple[int, dict[str, Any]]],
-    name: str,
-    source: Source,
-    columns: tuple[Sequence[str], Sequence[str]],
-    *,
-    look: Callable[[dict[str, Any], int], object] = lambda _row, _line: None,
-) -> Table:
-    """A table of these rows, each given with its line number; `columns` holds `needed` and
-    `optional` of `read_table`.
-    """
-    needed, optional = columns[0], set(columns[1])
-    wanted = [*needed, *columns[1]]
-    present = set(needed)
-
-    def text(row: dict[str, Any], column: str, line: int) -> str:
-        """A cell as text. If it is not a string or number, or is required but missing, an error is
-        recorded and "" returned.
-
-        NaN, which pandas writes for a missing value, counts as missing.
-        """
-        value = row.get(column)
-        kind = type(value)
-        if kind is str:
-            return value  # type: ignore[return-value]
-        if kind in (int, float) and value == value:
-            return str(value)
-        place = f"{name}:{line}"
-        if value is not None and kind is not float:
-            source.note(f"{column} is not a text", place, kind.__name__)
-            source.advise(no_text(value))
-        # for an empty row an error is already recorded: it is not a JSON object
-        elif column in needed and row:
-            names = list(map(str, row))
-            source.note(f"no {column}", place, ", ".join(names)[:80])
-            if column not in row and (fix := names_like(names, [column])):
-                source.advise(fix)
-        return ""
-
-    def numbered_texts() -> Iterator[tuple[Any, ...]]:
-        for line, row in rows:
-            look(row, line)
-            present.update(row.keys() & optional)
-            yield line, *[text(row, column, line) for column in wanted]
-            del row  # free it before the next row, which may be large, is read
-
-    texts = [(column, pa.large_string()) for column in wanted]
-    schema = pa.schema([("", pa.int64()), *texts])  # the first column is the line
-    table = table_on_disk(text_blocks(numbered_texts(), schema), schema, source.scratch)
-    columns_present = {column: table[column] for column in wanted if column in present}
-    at = places_in(name, lambda chosen: table[0].take(pa.array(chosen)).to_numpy())
-    return Table(at, columns_present, table.num_rows)
 
 
 def _note_unknown(

@@ -28,7 +28,8 @@ from unidec.data.formats.files import (
     read_npz,
     read_sparse_text,
 )
-from unidec.data.formats.tables import check_uids, read_table
+from unidec.data.formats.table_reader import read_table
+from unidec.data.formats.tables import check_uids
 from unidec.data.raw import TEXT_SCHEMA, RawData, text_table
 from unidec.errors import DataError
 
@@ -119,7 +120,7 @@ def _read_objects(source: Source, path: Path, what: str, first: int) -> Queries:
         if item.get("uid") in (None, ""):
             item["uid"] = first + row
 
-    table = read_table(source, path, (), ("uid", "title", "content"), add_targets)
+    table = read_table(source, [path], (), ("uid", "title", "content"), add_targets)
     uids, titles, contents = (table.columns.get(name) for name in TEXT_SCHEMA.names)
     texts = text_table(uids or [], titles, contents)
     check_uids(source, texts["uid"], table.at, what)
