@@ -146,7 +146,7 @@ def _parser(module: Any, name: str) -> argparse.ArgumentParser:
         default = described.get("default")
         option: dict[str, Any] = {"dest": key, "default": default, "required": is_required}
         option["help"] = f"{about} Default: {default}." if default else about
-        kind = described.get("anyOf", [described])[0]  # the others: null, a list beside a text
+        kind = described.get("anyOf", [described])[0]  # the other: null
         match kind["type"]:
             case "boolean" if default is None:  # params.yaml decides
                 word = f"no-{word}"

@@ -20,7 +20,6 @@ if __name__ == "__main__":
     raise SystemExit(main("compare"))
 
 import json
-import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,9 +100,7 @@ def compare(
         if metrics is not None and not outcomes[steps[-1].name]:
             results.write_metrics(Path(metrics), steps[-1])
         failures = [f"{name}: {reason}" for name, reason in outcomes.items() if reason]
-        if failures:
-            head = f"{len(failures)} of {len(outcomes)} steps have no result"
-            raise UnidecError("\n".join([head, *failures, f"report: {page}"]))
+        _check_failures(failures, f"{len(outcomes)} steps", f"report: {page}")
         return lifecycle.finished({"report": str(page), "runs": runs})
 
 
@@ -168,31 +165,33 @@ def tune_cells(comparison: Comparison, searched: Sequence[str], jobs: int) -> Pa
     }
     with progress(total=len(searched), desc="tune", unit="cell") as bar:
         futures = _submitted(search, inputs, jobs, {}, bar)
-    results_of = {key: future.result(raise_on_failure=False) for key, future in futures.items()}
-    failures = [
-        f"{key}: {error}" for key, error in results_of.items() if isinstance(error, BaseException)
-    ]
-    found = {
-        comparison.jobs[key].cell: trials
-        for key, trials in results_of.items()
-        if isinstance(trials, list)
-    }
+    failures: list[str] = []
+    found = {}
+    for key, future in futures.items():
+        trials = future.result(raise_on_failure=False)
+        if isinstance(trials, BaseException):
+            failures.append(f"{key}: {trials}")
+        else:
+            found[comparison.jobs[key].cell] = trials
     path = write_chosen(comparison.path, comparison.file, found)
-    if failures:
-        head = f"{len(failures)} of {len(searched)} searches have no result"
-        raise UnidecError("\n".join([head, *failures, f"chosen: {path}"]))
+    _check_failures(failures, f"{len(searched)} searches", f"chosen: {path}")
     return path
+
+
+def _check_failures(failures: Sequence[str], steps: str, written: str) -> None:
+    """Raise an UnidecError with these failures, if there are any, and with what was written."""
+    if failures:
+        head = f"{len(failures)} of {steps} have no result"
+        raise UnidecError("\n".join([head, *failures, written]))
 
 
 def _environment(jobs: int) -> dict[str, str]:
     """Of the processes of `jobs` trainings at a time: threads, and where MLflow's store is."""
     threads = str(max(1, num_threads() // max(1, jobs)))
-    waiting = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
     return {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "MLFLOW_TRACKING_URI": tracking_uri(),
-        "OMP_WAIT_POLICY": waiting,
     }
 
 

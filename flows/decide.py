@@ -59,18 +59,20 @@ def decide(
     lifecycle.say(outcome({"version": version, "model": name, **done}))
     if "promoted" in done:
         metrics = verdict.metrics.get("challenger", {})
-        event = {"previous": done["promoted"]["previous"], "metrics": metrics}
-        publish.emit(name, "promoted", {"version": version, **event})
+        previous = done["promoted"]["previous"]
+        event = {"version": version, "previous": previous, "metrics": metrics}
+        publish.emit(name, "promoted", event)
     if "refused" in done:
-        event = {"champion": verdict.champion, "reasons": done["gate"]["reasons"]}
-        publish.emit(name, "refused", {"version": version, **event})
-    if "refused" in done and verdict.champion is None:
-        # a damaged bundle has to be trained again; other checks can be overruled
-        command = f"{_program()} models promote {version}{' --force' if failed else ''}"
-        if failed.keys() & {"hash", "loads"}:
-            command = "make train ARGS=--force"
-        missing = {"version": version, "reason": done["refused"], "command": command}
-        done["no_champion"] = missing
+        reasons = done["gate"]["reasons"]
+        event = {"version": version, "champion": verdict.champion, "reasons": reasons}
+        publish.emit(name, "refused", event)
+        if verdict.champion is None:
+            # a damaged bundle has to be trained again; other checks can be overruled
+            command = f"{_program()} models promote {version}{' --force' if failed else ''}"
+            if failed.keys() & {"hash", "loads"}:
+                command = "make train ARGS=--force"
+            missing = {"version": version, "reason": done["refused"], "command": command}
+            done["no_champion"] = missing
     return done
 
 

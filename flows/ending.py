@@ -86,7 +86,7 @@ class Ending:
 
     def _report(self, result: Any, error: BaseException | None) -> bool:
         if server.lost.is_set() and not isinstance(error, UnidecError):
-            result, error = _without_server(result)
+            result, error = _without_server()
         if error is None:
             self.code = _print_result(result, self.show)
             return True
@@ -115,12 +115,11 @@ def _was_stopped() -> bool:
     )
 
 
-def _without_server(result: Any) -> tuple[Any, BaseException | None]:
+def _without_server() -> tuple[Any, BaseException | None]:
     """Result and error of a flow whose server is gone: finished work has not failed."""
-    is_finished = body.is_over.is_set() and body.error is None
-    if is_finished or result is not None:
+    if body.is_over.is_set() and body.error is None:
         say(f"warning: {server.LOST}: Prefect has no record of this run's end")
-        return body.result if is_finished else result, None
+        return body.result, None
     if isinstance(body.error, UnidecError):
         return None, body.error
     return None, TrainingError(server.LOST, fix=RESUME)

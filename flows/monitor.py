@@ -13,7 +13,7 @@ if __name__ == "__main__":
     raise SystemExit(main("monitor"))
 
 import glob
-from pathlib import Path
+import os
 from typing import Any
 
 from prefect import flow
@@ -57,12 +57,11 @@ def monitor(queries: str, column: str | None = None, bundle: str | None = None) 
 
 def newest(pattern: str) -> str:
     """The most recently written file that matches a pattern; a DataError if there is none."""
-    found = [
-        path for path in [pattern, *glob.glob(pattern, recursive=True)] if Path(path).is_file()
-    ]
+    paths = [pattern, *glob.glob(pattern, recursive=True)]
+    found = [path for path in paths if os.path.isfile(path)]
     if not found:
         raise DataError("no such file", where=pattern, fix="export recent queries to it")
-    return max(found, key=lambda path: Path(path).stat().st_mtime)
+    return max(found, key=os.path.getmtime)
 
 
 def in_words(result: dict[str, Any]) -> str:

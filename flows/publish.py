@@ -20,7 +20,7 @@ from prefect.runtime import flow_run as current_flow_run
 from flows import server
 from unidec import pipeline
 from unidec.addresses import without_credentials
-from unidec.cli.commands import lines_of
+from unidec.cli.commands import values_of
 from unidec.config import Params
 from unidec.errors import UnidecError
 from unidec.text_page import render_text
@@ -66,9 +66,9 @@ def show_task(name: str, result: Any) -> None:
     shown = pipeline.plain(result)
     if shown is None or not _prefect_records():
         return
+    facts = shown if isinstance(shown, dict) else {"result": shown}
     rows = []
-    for line in lines_of(name, shown if isinstance(shown, dict) else {"result": shown}):
-        what, _, value = line.removeprefix(f"{name}: ").partition(" = ")
+    for what, value in values_of(facts).items():
         rows.append({"what": what, "value": without_credentials(value)[:1000]})
     key = _NOT_IN_KEY.sub("-", name.lower()).strip("-")
     create_table_artifact(rows[:MOST_ROWS], key=key, description=name)

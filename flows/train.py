@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -54,7 +54,7 @@ def train(
     start: Start | None = None,
     promote: bool | None = None,
     overrides: dict[str, Any] | None = None,
-    steps: str | list[str] = "all",
+    steps: str = "all",
     params_file: str = "params.yaml",
     register_trial: bool = False,
     runner: str | None = None,
@@ -102,15 +102,15 @@ def train(
         )
 
 
-def parse_steps(steps: str | Sequence[str]) -> list[str]:
-    """Parse "all", "train,index" or a list into steps in the pipeline's order; a ConfigError for an
-    unknown step.
+def parse_steps(steps: str) -> list[str]:
+    """Parse "all" or "train,index" into steps in the pipeline's order; a ConfigError for an unknown
+    step.
     """
-    named = [word.strip() for word in steps.split(",")] if isinstance(steps, str) else list(steps)
+    named = [word.strip() for word in steps.split(",")]
     if named == ["all"]:
         return list(STEPS)
     unknown = [step for step in named if step not in STEPS]
-    if unknown or not named:
+    if unknown:
         raise ConfigError(
             "no such step",
             where="steps",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,14 +18,15 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def lines() -> Callable[..., tuple[Progress[Any], Callable[[float], None], io.StringIO]]:
+def lines(monkeypatch) -> Callable[..., tuple[Progress[Any], Callable[[float], None], io.StringIO]]:
     """`lines(iterable, ...)` -> a progress display without a terminal, a function that moves its
     clock, its output.
     """
 
     def make(iterable: Iterable[Any] | None = None, **options: Any):
         stream = io.StringIO()
-        bar = progress(iterable, stream=stream, **{"desc": "x", **options})
+        monkeypatch.setattr(sys, "stderr", stream)
+        bar = progress(iterable, **{"desc": "x", **options})
         now = [0.0]
         bar._time = lambda: now[0]
         bar.start_t = 0.0
@@ -48,7 +50,7 @@ def test_lines_every_ten_seconds_with_rate_and_time_left(lines):
 
 
 def test_context_manager_with_update_and_note(lines):
-    bar, wait, stream = lines(total=1000, desc="search", unit="query", every=60)
+    bar, wait, stream = lines(total=1000, desc="search", unit="query")
     with bar:
         for _ in range(10):
             wait(300)
@@ -70,21 +72,23 @@ def test_short_work_is_silent_and_unknown_totals_show_no_time_left(lines):
     assert stream.getvalue().splitlines()[0] == "x: 5, 740.00s/it, 1:01:40 elapsed"
 
 
-def test_a_terminal_shows_a_bar():
+def test_a_terminal_shows_a_bar(monkeypatch):
     stream = Terminal()
-    with progress(total=4, desc="train", unit="step", stream=stream) as bar:
+    monkeypatch.setattr(sys, "stderr", stream)
+    with progress(total=4, desc="train", unit="step") as bar:
         bar.update(4)
         bar.note("loss 2")
     assert "train: 100%" in stream.getvalue()
     assert "4/4" in stream.getvalue()
 
 
-def test_a_closed_output_does_not_end_the_work():
+def test_a_closed_output_does_not_end_the_work(monkeypatch):
     class Closed(io.StringIO):
         def write(self, _text: str) -> int:
             raise BrokenPipeError
 
-    with progress(total=2, desc="x", every=0.0, stream=Closed()) as bar:
+    monkeypatch.setattr(sys, "stderr", Closed())
+    with progress(total=2, desc="x") as bar:
         bar.update(2)
         bar.display()
     assert bar.n == 2

@@ -17,7 +17,7 @@ import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from unidec.bundle.answer import Answerer, Explanation
     from unidec.bundle.bundle import Bundle
+    from unidec.bundle.label_file import LabelText
     from unidec.config import Params
-    from unidec.data.dataset import Text
     from unidec.data.raw import RawData
     from unidec.ranking.query_encoder import Runtime
     from unidec.ranking.ranker import Prediction
@@ -76,9 +76,8 @@ class Label(_Row):
         return label
 
     def __repr__(self) -> str:
-        fields = self._asdict() | {"probability": self.probability}
-        shown = [f"{name}={value!r}" for name, value in fields.items()]
-        return f"Label({', '.join(shown)})"
+        fields = f"uid={self.uid!r}, text={self.text!r}, score={self.score!r}"
+        return f"Label({fields}, probability={self.probability!r})"
 
 
 class _OwnFolder:
@@ -284,8 +283,8 @@ class Model:
         from unidec.bundle.label_file import LabelText
 
         bundle = self._answerer.bundle
-        added = [LabelText(uid, text) for uid, text in (add or {}).items()]
-        updated = [LabelText(uid, text) for uid, text in (update or {}).items()]
+        added = _label_texts(add)
+        updated = _label_texts(update)
         queries = [
             LabelText(uid, query) for uid, texts in (examples or {}).items() for query in texts
         ]
@@ -446,7 +445,7 @@ def _judged(bundle: Bundle, queries: Any, pairs: Any) -> tuple[list[str], csr_ma
         fix = "leave the column `split` out to evaluate on all queries"
         got = ", ".join(raw.queries)
         raise DataError("no query of the split test", where="queries", got=got, fix=fix)
-    text = cast("Text", bundle.info.text)
+    text = bundle.info.text
     return texts_read(raw.queries[split], text).to_pylist(), raw.relevance[split]
 
 
@@ -462,8 +461,7 @@ def _inverse_propensity(bundle: Bundle) -> np.ndarray | None:
     constants = bundle.info.params["data"]
     a = constants["propensity_a"]
     b = constants["propensity_b"]
-    count_L = np.bincount(voters.labels_ML.indices, minlength=bundle.num_labels)
-    return inverse_propensity(count_L, voters.num_queries, a, b)
+    return inverse_propensity(voters.label_counts, voters.num_queries, a, b)
 
 
 def _labels_of(answer: Prediction) -> list[Label]:
@@ -471,6 +469,12 @@ def _labels_of(answer: Prediction) -> list[Label]:
     probabilities = answer.probabilities or unknown
     rows = zip(answer.labels, answer.titles, answer.scores, probabilities, strict=True)
     return [Label(*row) for row in rows]
+
+
+def _label_texts(texts: Mapping[str, str] | None) -> list[LabelText]:
+    from unidec.bundle.label_file import LabelText
+
+    return [LabelText(uid, text) for uid, text in (texts or {}).items()]
 
 
 def _listed(texts: Any) -> list[Any]:

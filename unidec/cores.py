@@ -11,7 +11,6 @@ is the size of every pool."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import os
 import re
@@ -59,7 +58,7 @@ def usable_cores(system: Path = _SYSTEM) -> int:
     return max(1, min(cores, quota))
 
 
-def cpu_quota(system: Path = _SYSTEM) -> float | None:
+def cpu_quota(system: Path) -> float | None:
     """Cores' worth of time that the control group of this process and those above it allow, the
     smallest of all; None: no limit. Read are the files cpu.max of version 2.
     """
@@ -132,16 +131,6 @@ def num_threads(wanted: int = 0) -> int:
     if given.isdigit() and int(given) > 0 and _SIZE not in _set_here:
         return int(given)
     return usable_cores()
-
-
-def keep_freed_memory() -> None:
-    """Let this process keep freed memory for the next training step: getting it from the system
-    page by page takes a tenth of a step on a CPU. With other C libraries than glibc, does nothing.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(-1, 1 << 28)  # M_TRIM_THRESHOLD: bytes that are kept
-        libc.mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD, the largest one: larger arrays are not kept
 
 
 @contextlib.contextmanager

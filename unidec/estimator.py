@@ -14,6 +14,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from unidec import api
 from unidec.config import load_params
+from unidec.data.chunks import offsets_of
 from unidec.data.formats.memory import listed
 from unidec.data.raw import hold_out, text_table
 from unidec.errors import DataError
@@ -118,8 +119,8 @@ class UniDECClassifier(BaseEstimator):
         labels = [label for answer in found for label in answer]
         scores = np.array([label.score for label in labels])
         columns = np.array([int(label.uid) for label in labels], dtype=np.int64)
-        ends = np.cumsum([len(answer) for answer in found])
-        return csr_matrix((scores, columns, np.append(0, ends)), (len(found), num_labels))
+        ends = offsets_of([len(answer) for answer in found])
+        return csr_matrix((scores, columns, ends), (len(found), num_labels))
 
     def predict_proba(self, texts: Sequence[str]) -> csr_matrix:
         """Probabilities of the k best labels, by Platt scaling: float64 CSR [N, L]."""

@@ -11,10 +11,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from unidec.errors import Stopped
@@ -74,16 +74,11 @@ def signals_raise(again: str, farewell: str) -> Iterator[None]:
             os._exit(EXIT_CODES[number])
         raise _Signal
 
-    before = _replaceable()
-    for number in before:
-        signal.signal(number, receive)
     try:
-        yield
+        with _receiving(receive):
+            yield
     except _Signal:
         raise stopped(received[0], again) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def stopped(number: int, again: str) -> Stopped:
@@ -115,43 +110,35 @@ def stop_signals() -> Iterator[Stop]:
     an error, that error is raised instead. In other threads than the main thread this has no
     effect, because Python delivers no signals there."""
     stop = Stop()
-    before = _replaceable()
-
-    def restore() -> None:
-        while before:
-            signal.signal(*before.popitem())
 
     def receive(number: int, _frame: FrameType | None) -> None:
         is_second = stop.asked is not None
         stop.asked = signal.Signals(number)
         if is_second:
-            restore()
+            handlers.close()
             signal.raise_signal(number)
 
-    for number in before:
-        signal.signal(number, receive)
-    try:
+    with _receiving(receive) as handlers:
         yield stop
-    finally:
-        restore()
     if stop.asked is not None:
         signal.raise_signal(stop.asked)
 
 
-def _replaceable() -> dict[int, Any]:
-    """Handlers of SIGINT and SIGTERM that may be replaced; {} in other threads than the main
-    thread, which cannot.
+def _receiving(receive: Callable[[int, FrameType | None], None]) -> contextlib.ExitStack:
+    """Make `receive` handle SIGINT and SIGTERM, until the result is closed; only in the main
+    thread, as no other one can.
 
     A handler is not replaced if it ignores the signal (background jobs), or if Python could not
     restore it."""
+    handlers = contextlib.ExitStack()
     if threading.current_thread() is not threading.main_thread():
-        return {}
-    handlers = {number: signal.getsignal(number) for number in EXIT_CODES}
-    return {
-        number: handler
-        for number, handler in handlers.items()
-        if handler not in (signal.SIG_IGN, None)
-    }
+        return handlers
+    for number in EXIT_CODES:
+        before = signal.getsignal(number)
+        if before not in (signal.SIG_IGN, None):
+            handlers.callback(signal.signal, number, before)
+            signal.signal(number, receive)
+    return handlers
 
 
 def _leave(_number: int, _frame: FrameType | None) -> NoReturn:

@@ -102,3 +102,8 @@ def in_words(name: str) -> str:
     """A metric's name in a sentence: "R@10 of tail labels"."""
     group, _, metric = name.rpartition("/")
     return f"{metric} of {group} labels" if group else metric
+
+
+def without_at(text: str) -> str:
+    """A metric's name for DVC and MLflow, which allow no "@": "P@1" -> "P_at_1"."""
+    return text.replace("@", "_at_")

@@ -7,13 +7,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable
-from typing import Any, Generic, TextIO, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tqdm import tqdm
 
 T = TypeVar("T")
 
 QUIET_SECONDS = 1.0  # shorter work prints no line
+LINE_SECONDS = 10.0  # between two lines
 LINE = (
     "{desc}: {n_fmt}/{total_fmt} ({percentage:.0f}%), {rate_fmt}, {elapsed} elapsed, {remaining} "
     "left{postfix}"
@@ -23,15 +24,16 @@ _silent = False
 
 
 class Progress(tqdm, Generic[T]):
-    """A tqdm bar; prints a line every `every` seconds and one at the end if the stream is not a
-    terminal.
+    """A tqdm bar on stderr; if that is not a terminal, prints a line every `LINE_SECONDS` and one
+    at the end.
     """
 
-    def __init__(self, iterable: Iterable[T] | None, every: float, stream: TextIO, **options: Any):
-        self.lines = not stream.isatty()
+    def __init__(self, iterable: Iterable[T] | None, **options: Any):
+        self.lines = not sys.stderr.isatty()
         if self.lines:
-            options |= {"mininterval": every, "miniters": 1, "delay": every, "smoothing": 0}
-        super().__init__(iterable, file=stream, dynamic_ncols=True, **options)
+            options |= {"mininterval": LINE_SECONDS, "delay": LINE_SECONDS}
+            options |= {"miniters": 1, "smoothing": 0}
+        super().__init__(iterable, dynamic_ncols=True, **options)
 
     def note(self, text: str) -> None:
         """Show a short text (a loss, a file name) after the counts, from the next refresh on."""
@@ -67,18 +69,15 @@ def progress(
     total: int | None = None,
     desc: str | None,
     unit: str = "it",
-    every: float = 10.0,
-    stream: TextIO | None = None,
 ) -> Progress[Any]:
-    """Show the progress of long work on stderr or `stream`.
+    """Show the progress of long work on stderr.
 
     With an iterable, each item counts as one unit; without one, use the result as a context manager
-    and call `.update(n)`. If the stream is not a terminal, a line is printed every `every` seconds.
+    and call `.update(n)`. If stderr is not a terminal, a line is printed every `LINE_SECONDS`.
     Without `desc` nothing is shown.
     """
-    stream = sys.stderr if stream is None else stream
     is_silent = _silent or desc is None
-    return Progress(iterable, every, stream, total=total, desc=desc, unit=unit, disable=is_silent)
+    return Progress(iterable, total=total, desc=desc, unit=unit, disable=is_silent)
 
 
 def silence() -> None:

@@ -9,6 +9,7 @@ from scipy.sparse import csr_matrix
 from unidec.bundle.example_queries import with_example_voters, with_examples
 from unidec.ranking.neighbours import Neighbours
 from unidec.ranking.query_encoder import Encoded
+from unidec.ranking.ranker import Head, Voting
 
 
 def test_vectors_turn_towards_the_sum(rng: np.random.Generator) -> None:
@@ -31,7 +32,7 @@ def test_vectors_turn_towards_the_sum(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("head", ["de", "clf"])
-def test_examples_vote_as_training_queries_do(rng: np.random.Generator, head: str) -> None:
+def test_examples_vote_as_training_queries_do(rng: np.random.Generator, head: Head) -> None:
     labels = csr_matrix((rng.random((6, 5)) < 0.4).astype(np.float32))
     vectors = rng.normal(size=(6, 8)).astype(np.float32)
     titles = [f"query {row}" for row in range(6)]
@@ -39,7 +40,8 @@ def test_examples_vote_as_training_queries_do(rng: np.random.Generator, head: st
     texts = ["unseen", "query 2", "unseen too", "query 2"]
     label = np.array([4, 3, 4, 4])
     encoded = Encoded(*rng.normal(size=(2, 4, 8)).astype(np.float32))
-    found = with_example_voters(voters, texts, label, encoded, head)
+    voting = Voting(neighbours=voters, num=1, head=head)
+    found = with_example_voters(voters, texts, label, voting.compared(encoded))
     assert found.titles.to_pylist() == [*titles, "unseen", "unseen too"]
     wanted = np.zeros((8, 5))
     wanted[:6] = labels.toarray()

@@ -101,7 +101,7 @@ def run(project: Path, small_shards, prefect_server, monkeypatch) -> Callable[..
     monkeypatch.setattr(module.pipeline, "label_graph", index, raising=False)
 
     def run(runner: str | None = None, *stages: str) -> dict:
-        module.train(steps=list(stages or SHARDS), runner=runner)
+        module.train(steps=",".join(stages or SHARDS), runner=runner)
         assert not list(project.rglob("*.shards"))
         return files(project)
 

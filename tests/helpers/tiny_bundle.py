@@ -69,7 +69,8 @@ class StubModel:
         summed = (self.words_2VD[head][ids] * mask[..., None]).sum(axis=1)
         return (summed / np.maximum(mask.sum(axis=1, keepdims=True), 1)).astype(np.float32)
 
-    def encode_queries(self, tokens: Tokens, rows: np.ndarray, batch_size: int = 256):
+    def encode_queries(self, tokens: Tokens, rows: np.ndarray | None = None, batch_size: int = 256):
+        rows = np.arange(len(tokens)) if rows is None else rows
         de = unit_rows(self._mean(0, tokens, rows)) if self.heads != "clf" else None
         return de, self._mean(1, tokens, rows) if self.heads != "de" else None
 

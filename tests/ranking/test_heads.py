@@ -7,7 +7,7 @@ import pytest
 from helpers.label_vectors import label_vectors
 
 from unidec.errors import DataError
-from unidec.ranking.heads import SPACES, Heads, unit_rows, width
+from unidec.ranking.heads import Heads, unit_rows, width
 
 
 def _vectors(rng: np.random.Generator, num_queries: int = 7, num_labels: int = 11, dim: int = 5):
@@ -37,6 +37,9 @@ def _brute(de_b, de_l, clf_b, clf_l, bias, weight, normalize) -> tuple[float, fl
     elif bias is not None:
         clf += float(bias)
     return de, weight * clf
+
+
+SPACES = ("both", "de", "clf")
 
 
 @pytest.mark.parametrize("normalize", [True, False])

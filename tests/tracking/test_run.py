@@ -12,8 +12,9 @@ import pytest
 from helpers.working_folder import at
 
 import unidec.tracking.run as tracking
+from unidec.metric_names import without_at
 from unidec.tracking.provenance import code_tags, dvc_hash
-from unidec.tracking.run import Tracker, metric_name
+from unidec.tracking.run import Tracker
 from unidec.tracking.store import VIEW, open_client, prepare_store, sqlite_path, tracking_uri
 
 PARAMS = {f"section.key{i}": i for i in range(230)} | {"long": "x" * 7000}
@@ -260,7 +261,7 @@ def test_addresses(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking.test:5000")
     assert at(tmp_path, tracking_uri) == "http://tracking.test:5000"
     assert sqlite_path(tracking_uri()) is None
-    assert metric_name("head/R@10") == "head/R_at_10"
+    assert without_at("head/R@10") == "head/R_at_10"
 
 
 def test_code_tags_and_dvc_hash(tmp_path):

@@ -19,7 +19,7 @@ from unidec.bundle.bundle import Bundle
 from unidec.bundle.text_file import text_column
 from unidec.data.tokens import Piece, is_blank
 from unidec.errors import DataError
-from unidec.ranking.heads import SPACES, Space
+from unidec.ranking.heads import Space
 from unidec.ranking.query_encoder import Encoded, QueryEncoder, Runtime, open_encoder
 from unidec.ranking.ranker import Prediction, named_predictions
 from unidec.ranking.sparse import Rows
@@ -92,18 +92,18 @@ class Explanation:
     cut: bool
 
 
+@dataclass(frozen=True)
 class Answerer:
     """Answers requests from a bundle. Thread-safe.
 
     The answer to a request does not depend on the other requests of its batch, except for rounding.
 
-    Args:
+    Attributes:
         encoder: encoder of the bundle's queries, from `open_encoder`.
     """
 
-    def __init__(self, bundle: Bundle, encoder: QueryEncoder) -> None:
-        self.bundle = bundle
-        self.encoder = encoder
+    bundle: Bundle
+    encoder: QueryEncoder
 
     @classmethod
     def open(
@@ -140,8 +140,7 @@ class Answerer:
             raise refused("tail", "not a number", request.tail, "a finite number")
         if request.min_score is not None and math.isnan(request.min_score):
             raise refused("min_score", "not a number", request.min_score, "a number, or none")
-        space = self.bundle.info.space
-        heads = SPACES if space == "both" else ("both", space)
+        heads = ("both", *self.bundle.ranker.heads.names)
         if request.head not in heads:
             what = "this bundle does not rank by that head"
             raise refused("head", what, request.head, ", ".join(heads))

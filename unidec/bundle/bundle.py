@@ -41,7 +41,7 @@ from unidec.data.chunks import blocks
 from unidec.data.storage import folder_sha256, read_manifest
 from unidec.data.tokens import TextTokenizer, load_tokenizer
 from unidec.errors import ArtifactError, DataError
-from unidec.model.arrays import ModelConfig
+from unidec.model.arrays import ModelConfig, heads_of
 from unidec.ranking.heads import Heads, Ranked
 from unidec.ranking.index import LabelIndex
 from unidec.ranking.neighbours import Neighbours
@@ -304,8 +304,7 @@ def _check_model(path: Path, model: Any, info: BundleInfo) -> None:
     """Raise an ArtifactError if the model's number of labels, width or heads differ from the
     bundle's vectors.
     """
-    heads = {"de", "clf"} if model.heads == "both" else {model.heads}
-    got = (model.num_labels, model.settings.dim, sorted(heads))
+    got = (model.num_labels, model.settings.dim, sorted(heads_of(model.heads)))
     expected = (info.num_labels, info.dim, sorted(set(info.vectors) - {"bias"}))
     if got != expected:
         raise ArtifactError(

@@ -22,7 +22,7 @@ from unidec.bundle.bundle_model import typical_texts, write_model
 from unidec.bundle.checked_arrays import damaged, read_array
 from unidec.bundle.neighbour_files import FILES as NEIGHBOURS
 from unidec.bundle.neighbour_files import write_neighbours
-from unidec.data.dataset import write_texts_table
+from unidec.data.dataset import Text, write_texts_table
 from unidec.data.raw import text_array
 from unidec.data.storage import MANIFEST, write_folder, write_json
 from unidec.errors import ArtifactError
@@ -78,7 +78,7 @@ class Scoring:
 class Facts:
     """Further fields of `BundleInfo` for a new bundle, serialisable as JSON."""
 
-    text: str = "title"
+    text: Text = "title"
     dataset: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, Any] = field(default_factory=dict)
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -109,7 +109,7 @@ def write_bundle(
         ValueError: the parts do not fit together.
         ArtifactError: the model's folder is damaged, or the bundle cannot be written.
     """
-    vectors = {
+    vectors: dict[Any, Floats] = {
         name: np.ascontiguousarray(array, np.float32)
         for name, array in labels.vectors.items()
         if array is not None
@@ -207,7 +207,7 @@ def read_labels(root: Path, num_labels: int) -> pa.Table:
     return read_texts_table(root / "labels.arrow", LABEL_SCHEMA, num_labels).combine_chunks()
 
 
-def read_heads(root: Path, info: BundleInfo, verify: bool = True) -> Heads:
+def read_heads(root: Path, info: BundleInfo, verify: bool) -> Heads:
     """Memory-map the arrays under vectors/, with the settings by which they score.
 
     Raises:

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from unidec.config.index_spec import Count, CountOrZero, IndexOptions, IndexSpec, Kind
+from unidec.config.section import Stored
+from unidec.data.dataset import Text
+from unidec.model.arrays import heads_of
 from unidec.ranking.fusion import Fusion
 from unidec.ranking.heads import Space, width
 from unidec.ranking.neighbours import Neighbours, Vote
 from unidec.ranking.ranker import Calibration
 from unidec.ranking.word_scores import WORD_FEATURES
 
-_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-
-class KnnInfo(BaseModel):
+class KnnInfo(Stored):
     """How similar training queries vote; see `neighbours.py`.
 
     Attributes:
@@ -33,8 +34,6 @@ class KnnInfo(BaseModel):
         word_head: number of first tokens whose words are also compared separately; 0: none.
         spelt_words: words are identified by their spelling, not by their pieces; omitted if false.
     """
-
-    model_config = _STRICT
 
     weight: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     neighbours: Count
@@ -69,7 +68,7 @@ class KnnInfo(BaseModel):
         )
 
 
-class BundleInfo(BaseModel):
+class BundleInfo(Stored):
     """Content of `bundle.json`.
 
     Attributes:
@@ -92,8 +91,6 @@ class BundleInfo(BaseModel):
         card: further facts, shown in reports.
     """
 
-    model_config = _STRICT
-
     space: Space
     clf_weight: Annotated[float, Field(allow_inf_nan=False)]
     clf_normalize: bool
@@ -105,11 +102,11 @@ class BundleInfo(BaseModel):
     index_search: Count
     index_bytes: Count
     index_options: IndexOptions
-    estimated: list[tuple[CountOrZero, CountOrZero]] = []
+    estimated: list[tuple[CountOrZero, CountOrZero]] = Field([])
     knn: KnnInfo | None = None
     fusion: Fusion | None = None
     calibration: Calibration | None = None
-    text: str
+    text: Text
     dataset: dict[str, Any]
     metrics: dict[str, Any]
     params: dict[str, Any]
@@ -123,7 +120,7 @@ class BundleInfo(BaseModel):
     def _check(self) -> BundleInfo:
         matrix = [self.num_labels, self.dim]
         shapes = {"de": matrix, "clf": matrix, "bias": [self.num_labels]}
-        required = {"de", "clf"} if self.space == "both" else {self.space}
+        required = set(heads_of(self.space))
         names = self.vectors.keys()
         if not required <= names or not self.vectors.items() <= shapes.items():
             expected_names = ", ".join(sorted(required))

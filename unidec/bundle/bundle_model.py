@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from unidec.data.profile import spaced
 from unidec.data.storage import file_sha256, read_json, read_manifest, write_manifest
 from unidec.errors import ArtifactError
 from unidec.model.arrays import BY_LABEL, CONFIG, GRAPH, KIND, VERSION, WEIGHTS
@@ -79,8 +80,7 @@ def typical_texts(*columns: Any) -> list[str]:
 
 def evenly_spaced(texts: Any, num: int) -> list[str]:
     """At most `num` texts of an Arrow column, from the first to the last."""
-    rows = np.linspace(0, len(texts) - 1, min(num, len(texts)))
-    chosen: list[str] = texts.take(rows.astype(np.int64)).to_pylist()
+    chosen: list[str] = texts.take(spaced(np.arange(len(texts)), num)).to_pylist()
     return chosen
 
 

@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import scipy.sparse as sp
-from scipy.sparse import csr_matrix
 
+from unidec.data.csr import ones_at
 from unidec.ranking.heads import unit_rows
 from unidec.ranking.neighbours import Neighbours
-from unidec.ranking.query_encoder import Encoded
 from unidec.ranking.sparse import Floats, Rows
 
 
@@ -43,7 +41,7 @@ def with_examples(text_SD: Floats | None, query_ED: Floats | None, place_E: Rows
 
 
 def with_example_voters(
-    voters: Neighbours, texts: Sequence[str], label_E: Rows, examples: Encoded, head: str
+    voters: Neighbours, texts: Sequence[str], label_E: Rows, compared_E: Any
 ) -> Neighbours:
     """Add example queries to the training queries that vote.
 
@@ -52,32 +50,16 @@ def with_example_voters(
 
     Args:
         texts: of the E examples. label_E: int64 [E], label row of each example.
-        examples: the encoded texts.
-        head: the head whose vectors are compared, "de" or "clf"; unused if words are compared.
+        compared_E: their vectors or words (`Voting.compared`).
     """
     row_E = pc.index_in(pa.array(texts, pa.large_string()), voters.titles)
     row_E = row_E.fill_null(-1).to_numpy().astype(np.int64)
     new_N = np.flatnonzero(row_E < 0)
     num_voters = voters.num_queries + len(new_N)
     row_E[new_N] = np.arange(voters.num_queries, num_voters)
-    pairs = (np.ones(len(row_E), dtype=np.float32), (row_E, label_E))
-    more_ML = csr_matrix(pairs, shape=(num_voters, voters.num_labels))
+    more_ML = ones_at((row_E, label_E), (num_voters, voters.num_labels))
     labels_ML = voters.labels_ML.copy()
     labels_ML.resize(more_ML.shape)
-    vectors: Any
-    if voters.words is not None:
-        assert examples.words_BF is not None
-        vectors = sp.vstack([voters.vectors_MD, examples.words_BF[new_N]], format="csr")
-    else:
-        vector_ED = examples.de_BD if head == "de" else examples.clf_BD
-        assert vector_ED is not None
-        unit_ND = unit_rows(vector_ED[new_N]).astype(np.float16)
-        vectors = np.concatenate([voters.vectors_MD, unit_ND])
-    return Neighbours(
-        vectors,
-        labels_ML + more_ML,
-        voters.uids.to_pylist() + [f"example {number + 1}" for number in new_N.tolist()],
-        voters.titles.to_pylist() + [texts[number] for number in new_N.tolist()],
-        words=voters.words,
-        label_words_LF=voters.label_words_LF,
-    )
+    uids = [f"example {number + 1}" for number in new_N.tolist()]
+    titles = [texts[number] for number in new_N.tolist()]
+    return voters.with_queries(compared_E[new_N], labels_ML + more_ML, uids, titles)

@@ -40,6 +40,7 @@ from unidec.bundle.bundle_folder import (
 from unidec.bundle.bundle_info import BundleInfo
 from unidec.bundle.example_queries import with_example_voters, with_examples
 from unidec.bundle.label_file import LabelText, listing
+from unidec.data.csr import ones_at
 from unidec.data.lookalike import Known, difference, visible
 from unidec.data.storage import read_manifest
 from unidec.data.tokens import encode_texts
@@ -175,7 +176,7 @@ class LabelChange:
         shown: Mapping[str, str],
         encoded: Mapping[str, str],
         renamed: Collection[str],
-        examples: Sequence[LabelText] = (),
+        examples: Sequence[LabelText],
     ) -> LabelChange:
         """The change to the labels `shown` (uid to title), given the texts to encode, the uids of
         changed labels, and example queries.
@@ -315,16 +316,15 @@ def with_labels(
     examples = bundle.encode(change.examples) if change.examples else None
     scoring = Scoring(**{part.name: getattr(info, part.name) for part in fields(Scoring)})
     voters = None
-    if knn := info.knn:
-        voters = neighbours or _remapped_neighbours(bundle, change)
+    if voting := bundle.ranker.voting:
+        voters = neighbours or _remapped_neighbours(bundle, voting.neighbours, change)
         if voters is not None and examples is not None and neighbours is None:
-            voters = with_example_voters(
-                voters, change.examples, change.example_rows_E, examples, knn.space
-            )
+            compared_E = voting.compared(examples)
+            voters = with_example_voters(voters, change.examples, change.example_rows_E, compared_E)
         if voters is None:  # fusion and calibration were fitted to scores with votes
             scoring = replace(scoring, knn=None, fusion=None, calibration=None)
         else:
-            votes = KnnInfo.of(voters, knn.weight, knn.neighbours, knn.space)
+            votes = KnnInfo.of(voters, voting.weight, voting.num, voting.head)
             scoring = replace(scoring, knn=votes)
     vectors, estimated_L = _changed_vectors(bundle, change, examples)
     heads = Heads(vectors, info.space, info.clf_normalize)
@@ -400,19 +400,17 @@ def _changed_vectors(
     return vectors, estimated_L
 
 
-def _remapped_neighbours(bundle: Bundle, change: LabelChange) -> Neighbours | None:
+def _remapped_neighbours(
+    bundle: Bundle, neighbours: Neighbours, change: LabelChange
+) -> Neighbours | None:
     """The bundle's training queries with the labels of the new set, without queries that lost all
     their labels; None if no query remains.
     """
-    neighbours = bundle.neighbours
     source_L = change.source_L
-    if neighbours is None:
-        return None
     kept_labels = np.flatnonzero(source_L >= 0)
-    ones = np.ones(len(kept_labels), dtype=np.float32)
     places = (source_L[kept_labels], kept_labels)
     shape = (neighbours.num_labels, len(source_L))
-    labels_ML = csr_matrix(neighbours.labels_ML @ csr_matrix((ones, places), shape=shape))
+    labels_ML = csr_matrix(neighbours.labels_ML @ ones_at(places, shape))
     num_before_M = np.diff(neighbours.labels_ML.indptr)
     num_after_M = np.diff(labels_ML.indptr)
     kept_queries = np.flatnonzero((num_after_M > 0) | (num_before_M == 0))

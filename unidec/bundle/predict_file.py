@@ -103,7 +103,7 @@ def predict_file(
 
 
 def begin_predictions(
-    request: FileRequest, shards: int | None = None, bounds: RawBounds = DEFAULT_BOUNDS
+    request: FileRequest, shards: int | None, bounds: RawBounds = DEFAULT_BOUNDS
 ) -> Work:
     """Copy the texts and write the plan; finished shards of the same prediction are kept.
 

@@ -41,6 +41,7 @@ from unidec.cli.commands import (
     lines_of,
     load,
     load_if_there,
+    shown_rows,
     table,
 )
 from unidec.config import Params, describe, parse_overrides, recipe_names, to_yaml, what_decides
@@ -236,9 +237,7 @@ def list_runs() -> Shown:
     from unidec.pipeline.runs import list_runs, rows_of
 
     found = list_runs()
-    if not found:
-        return Shown(found, ["no runs yet: unidec train starts one"])
-    return Shown(found, table(rows_of(found)))
+    return shown_rows(found, rows_of(found), "no runs yet: unidec train starts one")
 
 
 @command(runs_app, "", "--fix", "--deep --json")
@@ -256,7 +255,7 @@ def doctor(
     from unidec.pipeline.doctor import examine, exit_code, rows_of
 
     found = examine(deep=deep, fix=fix)
-    return Shown(found, table(rows_of(found)) or ["healthy"], exit_code(found))
+    return shown_rows(found, rows_of(found), "healthy", exit_code(found))
 
 
 @command(config_app, "--set recipe=depsl", name="show")

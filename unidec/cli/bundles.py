@@ -24,6 +24,7 @@ from unidec.cli.commands import (
     show,
     show_predictions,
     table,
+    text_of,
 )
 from unidec.errors import ConfigError, DataError
 
@@ -199,7 +200,7 @@ def tune(
 
 def _tuned(found: Tuned) -> list[str]:
     names = ["factory", "search", "recall", "p50_ms", "p99_ms", "index_bytes", "build_seconds"]
-    rows = [{name: _cell(getattr(one, name)) for name in names} for one in found.measured]
+    rows = [{name: text_of(getattr(one, name)) for name in names} for one in found.measured]
     lines = table(rows)
     lines.append(
         f"measured with {found.queries}, {found.labels} labels; recall of the first {found.k}"
@@ -212,10 +213,6 @@ def _tuned(found: Tuned) -> list[str]:
         f'search: "{found.chosen.search}"}}; then rebuild the bundle: `unidec index build`'
     )
     return [*lines, advice]
-
-
-def _cell(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 @command(export_app, "--output labels.parquet", "--head de --bundle models:/unidec@champion")

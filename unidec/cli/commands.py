@@ -180,17 +180,25 @@ def show(title: str, result: Any, as_json: bool) -> None:
 
 def lines_of(title: str, result: Any) -> list[str]:
     """A result (`plain`) as one line per value."""
-    lines = []
+    return [f"{title}: {key} = {value}" for key, value in values_of(result).items()]
+
+
+def values_of(result: Any) -> dict[str, str]:
+    """The values of a result (`plain`) as texts, including nested ones."""
+    values: dict[str, str] = {}
     for key, value in pipeline.plain(result).items():
         if isinstance(value, dict):
-            lines += lines_of(title, {f"{key}.{name}": one for name, one in value.items()})
+            values |= values_of({f"{key}.{name}": one for name, one in value.items()})
             continue
-        if isinstance(value, list) and len(value) > 5:
-            value = f"{len(value)} entries"
-        elif isinstance(value, float):
-            value = f"{value:.4g}"
-        lines.append(f"{title}: {key} = {value}")
-    return lines
+        values[key] = text_of(value)
+    return values
+
+
+def text_of(value: object) -> str:
+    """A value as text; a long list as its length."""
+    if isinstance(value, list) and len(value) > 5:
+        return f"{len(value)} entries"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> list[str]:
@@ -206,6 +214,13 @@ def table(rows: Sequence[Mapping[str, str]]) -> list[str]:
         cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
         shown.append("  ".join(cells).rstrip())
     return shown
+
+
+def shown_rows(
+    found: Any, rows: Sequence[Mapping[str, str]], empty: str, exit_code: int = 0
+) -> Shown:
+    """What was found as a table; without rows the line `empty`."""
+    return Shown(found, table(rows) if rows else [empty], exit_code)
 
 
 def _percent(share: float) -> str:

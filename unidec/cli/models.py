@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from unidec import pipeline
-from unidec.cli.commands import Shown, add_stage, command, group, table
+from unidec.cli.commands import Shown, add_stage, command, group, shown_rows, table
 from unidec.cli.data_commands import Column, findings
 from unidec.config import Params
 from unidec.errors import ConfigError, Refused
@@ -26,9 +26,8 @@ def list_models(params: Params) -> Shown:
 
     name = params.tracking.model_name
     found = list_versions(name)
-    if not found:
-        return Shown(found, [f"no versions of {name} yet: unidec models register creates one"])
-    return Shown(found, table(rows_of(found)))
+    empty = f"no versions of {name} yet: unidec models register creates one"
+    return shown_rows(found, rows_of(found), empty)
 
 
 @command(models_app, "", "7 --set gate.margin=0.2 --json")
@@ -109,8 +108,6 @@ def lineage(
             about = pipeline.plain(version) | {"parent": about}
         return Shown(about, registry.as_lines(versions))
     found = registry.models_of_data(data, model_name=name)
-    if not found:
-        return Shown(found, [f"no version of {name} was made from it"])
     rows = [
         {
             "version": one.version,
@@ -120,7 +117,7 @@ def lineage(
         }
         for one in found
     ]
-    return Shown(found, table(rows))
+    return shown_rows(found, rows, f"no version of {name} was made from it")
 
 
 @command(models_app, "", "--bundle outputs/refreshed")

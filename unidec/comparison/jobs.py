@@ -104,7 +104,7 @@ class System:
     peer: str = ""
     needs: str = ""
     given: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
-    seeds: Sequence[int] = ()
+    seeds: Sequence[int]
     ranges: Overrides = field(default_factory=dict)
     tuned_as: str = ""
 
@@ -139,7 +139,7 @@ class Planner:
     def jobs(
         self,
         path: str | Path,
-        choose: Callable[[Mapping[str, System]], Mapping[str, Overrides]] | None = None,
+        choose: Callable[[Mapping[str, System]], Mapping[str, Overrides]] | None,
     ) -> dict[str, Job]:
         """Every job by its key, in the order of the file; seeds vary slowest.
 

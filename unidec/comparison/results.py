@@ -30,7 +30,7 @@ from unidec.evaluation.comparison_page import Cell, ComparisonInput, Run, Task, 
 from unidec.evaluation.metrics import QueryParts, by_query, truth_of
 from unidec.evaluation.significance import Comparison as PairedTest
 from unidec.evaluation.significance import best_systems, compare_systems
-from unidec.metric_names import shown
+from unidec.metric_names import shown, without_at
 from unidec.text_page import render_text
 from unidec.training.stopping import METRIC
 
@@ -156,7 +156,7 @@ def write_metrics(path: Path, step: Step) -> None:
     result = step.result() or {}
     figures: dict[str, Any] = {"run": step.name}
     for name in shown("tested"):
-        figures[name.replace("@", "_at_")] = round(result["metrics"][name], 3)
+        figures[without_at(name)] = round(result["metrics"][name], 3)
     figures["train_seconds"] = round(result["costs"].get("train_seconds", 0.0), 1)
     write_json(path, figures)
 

@@ -108,7 +108,7 @@ class Search:
     transaction would leave them locked.
     """
 
-    def __init__(self, subject: Subject, stopping: threading.Event | None = None) -> None:
+    def __init__(self, subject: Subject, stopping: threading.Event | None) -> None:
         self.optuna = import_optuna()
         self.states = self.optuna.trial.TrialState
         self.subject = subject

@@ -35,7 +35,7 @@ EXPERIMENT = "unidec-tune"
 def tune(
     params: Params,
     file: str | Path,
-    trials: int = 20,
+    trials: int,
     metric: str = METRIC,
     folder: str | Path | None = None,
 ) -> Tuned:

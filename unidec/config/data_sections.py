@@ -4,7 +4,7 @@ become.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, NamedTuple, cast
+from typing import Annotated, Literal, NamedTuple, cast
 
 from pydantic import Field
 
@@ -14,7 +14,6 @@ from unidec.config.section import (
     Decides,
     NonNegative,
     Positive,
-    Result,
     Section,
     Seed,
     Share,
@@ -27,7 +26,7 @@ Severity = Literal["error", "warn", "off"]
 class Data(Section):
     """Location of the raw data, and how queries are split."""
 
-    decides: ClassVar[tuple[Result, ...]] = ("data",)
+    decides = ("data",)
 
     # the files decide, not their place
     path: Annotated[str, Decides("operation")] = "data/raw/lf-debian"
@@ -83,7 +82,7 @@ class Validation(Section):
     training), a warning, or not checked: "0.01 error"; a severity alone keeps the default share.
     """
 
-    decides: ClassVar[tuple[Result, ...]] = ("checks",)
+    decides = ("checks",)
 
     empty_texts: LimitText = "0.01 error"
     """allowed share of queries, and of labels, with an empty text"""
@@ -111,7 +110,7 @@ class Validation(Section):
 class Tokens(Section):
     """How texts become token ids."""
 
-    decides: ClassVar[tuple[Result, ...]] = ("checks", "tokens")
+    decides = ("checks", "tokens")
 
     text: Literal["title", "title+content"] = "title"
     """text fields that the model reads"""
@@ -122,7 +121,7 @@ class Tokens(Section):
 class LabelGraph(Section):
     """The label graph: soft targets for label texts that serve as training queries (Gandalf)."""
 
-    decides: ClassVar[tuple[Result, ...]] = ("label_graph",)
+    decides = ("label_graph",)
 
     kind: Literal["cooccurrence", "random-walk", "glas", "self"] = "cooccurrence"
     """soft targets by shared queries, by random walks, symmetric (GLaS), or the label itself only

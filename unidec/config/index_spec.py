@@ -20,8 +20,9 @@ import math
 import re
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from unidec.config.section import Stored
 from unidec.errors import ConfigError
 
 Kind = Literal["flat", "pq", "hnsw", "ivf-pq"]
@@ -52,7 +53,7 @@ alphabetical order; the groups are fields of `IndexOptions`.
 """
 
 
-class IndexOptions(BaseModel):
+class IndexOptions(Stored):
     """The numbers of an index, as bundle.json stores them; those of other kinds are ignored.
 
     Attributes:
@@ -62,8 +63,6 @@ class IndexOptions(BaseModel):
         code_dims: dsub, dimensions that share a 4-bit code.
         rescore: k_factor_rf, candidates per result that are scored exactly.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     links: Count = 32
     build: Count = 200

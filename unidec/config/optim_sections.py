@@ -5,7 +5,7 @@ that runs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Literal
 
 from unidec.config.section import (
     Conflict,
@@ -13,7 +13,6 @@ from unidec.config.section import (
     CountOrZero,
     NonNegative,
     Positive,
-    Result,
     Section,
     Share,
 )
@@ -22,7 +21,7 @@ from unidec.config.section import (
 class Optim(Section):
     """Optimisers, learning rates and stopping."""
 
-    decides: ClassVar[tuple[Result, ...]] = ("training",)
+    decides = ("training",)
 
     epochs: Count = 20
     """passes over the training queries"""
@@ -73,7 +72,7 @@ class Optim(Section):
 class Warm(Section):
     """A training that starts from an earlier model, named in data/start.json."""
 
-    decides: ClassVar[tuple[Result, ...]] = ("training",)
+    decides = ("training",)
 
     epochs: Count = 4
     """passes over the training queries, instead of optim.epochs"""

@@ -59,6 +59,12 @@ def matching(form: str, kind: str, text: str) -> BeforeValidator:
     return BeforeValidator(known)
 
 
+class Stored(BaseModel):
+    """Base of what is stored as JSON: values of other types and unknown keys are rejected."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
 class Decides:
     """In the type of a key: the results that it decides, if not those of its section."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
@@ -16,7 +16,6 @@ from unidec.config.section import (
     CountOrZero,
     NonNegative,
     Positive,
-    Result,
     Section,
     matching,
 )
@@ -39,7 +38,7 @@ Metric = Annotated[str, AfterValidator(_known_metric)]
 class Index(Section):
     """The label index, and how the scores of both heads are combined."""
 
-    decides: ClassVar[tuple[Result, ...]] = ("index",)
+    decides = ("index",)
 
     factory: str = "auto"
     """faiss factory string: Flat (exact), PQx4, HNSW32 or "IVF,PQx4" (docs/bundles.md); auto: by

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, StringConstraints
 from typing_extensions import TypedDict
@@ -16,7 +16,6 @@ from unidec.config.section import (
     Decides,
     NonNegative,
     Positive,
-    Result,
     Section,
     Share,
 )
@@ -47,7 +46,7 @@ class Encoder(Section):
     concatenated, or convolutions over token embeddings (InceptionXML).
     """
 
-    decides: ClassVar[tuple[Result, ...]] = ("training",)
+    decides = ("training",)
 
     name: Annotated[str, Decides("checks", "tokens", "training")] = "all-MiniLM-L6-v2"
     """transformer: an alias, a local folder or a name on the Hugging Face hub"""
@@ -112,7 +111,7 @@ class Encoder(Section):
 class Model(Section):
     """The heads (dual encoder, classifier) and the table of classifier rows, one row per label."""
 
-    decides: ClassVar[tuple[Result, ...]] = ("training",)
+    decides = ("training",)
 
     heads: Literal["both", "de", "clf"] = "both"
     """heads to train: dual encoder, classifier, or both (UniDEC)"""
@@ -176,7 +175,7 @@ class Model(Section):
 class Pool(Section):
     """Batches of queries, and the pool: the labels on which the loss of a batch is computed."""
 
-    decides: ClassVar[tuple[Result, ...]] = ("training",)
+    decides = ("training",)
 
     batches: Literal["clustered", "random"] = "clustered"
     """batches of similar queries, or of random ones"""
@@ -247,7 +246,7 @@ class Pool(Section):
 class Loss(Section):
     """Losses of both heads on the pool, and how they are combined and weighted."""
 
-    decides: ClassVar[tuple[Result, ...]] = ("training",)
+    decides = ("training",)
 
     reduction: Literal["psl", "psl-sum", "pal-n", "pol"] = "psl"
     """how the losses of a query's positives combine: mean over those in the pool, their sum, sum
@@ -303,7 +302,7 @@ class Teacher(Section):
     words say of the training queries.
     """
 
-    decides: ClassVar[tuple[Result, ...]] = ("training",)
+    decides = ("training",)
 
     bundle: str = ""
     """folder of an earlier model's bundle, with the same labels; empty: none"""

@@ -1,14 +1,15 @@
 """Divides rows into blocks, and texts into chunks that are padded to the same length.
 
-Shape legend: B texts.
+Shape legend: B texts, P entries, G groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 CHUNK_TEXTS = 256
 """Number of texts that are padded together in training."""
@@ -27,6 +28,18 @@ def blocks(count: int, size: int) -> Iterator[slice]:
     """The numbers below `count` in blocks of `size`; the last one may be smaller."""
     for begin in range(0, count, size):
         yield slice(begin, min(begin + size, count))
+
+
+def offsets_of(sizes: ArrayLike) -> NDArray[np.int64]:
+    """Where each of some groups of these sizes begins, in order, and the end of the last: int64
+    [G + 1].
+    """
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+
+
+def groups_of(sizes: NDArray[Any]) -> NDArray[np.int64]:
+    """The group of each member, for groups of these sizes, in order: int64 [P]."""
+    return np.repeat(np.arange(len(sizes)), sizes)
 
 
 def length_chunks(

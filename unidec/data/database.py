@@ -30,7 +30,7 @@ _NAME = "tables"
 
 
 @contextlib.contextmanager
-def database(folder: Path | None = None) -> Iterator[Database]:
+def database(folder: Path | None) -> Iterator[Database]:
     """An empty database. Its temporary files are in a subfolder of `folder` (None: of the system's
     folder for temporary files), which is removed when the block ends.
 
@@ -89,7 +89,7 @@ def ordered(tables: Database, select: str) -> Iterator[pa.RecordBatch]:
 
 
 def first_rows(
-    texts: Iterable[pa.Array], known: Iterable[pa.Array], folder: Path | None = None
+    texts: Iterable[pa.Array], known: Iterable[pa.Array], folder: Path | None
 ) -> np.ndarray:
     """For each text, the first row in `known` with the same text, int64; -1 if there is none."""
     numbers = Numbers(np.int64, folder)

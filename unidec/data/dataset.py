@@ -116,7 +116,7 @@ class XMCDataset:
         """uids of the queries at these rows (None: all)."""
         return _take(self.queries, rows)["uid"].to_pylist()
 
-    def query_columns(self, rows: Rows = None) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
+    def query_columns(self, rows: Rows) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
         """`query_uids` and `query_texts` as Arrow arrays, without a Python object per text."""
         table = _take(self.queries, rows)
         return table["uid"], texts_read(table, "title")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from unidec.data.storage import write_bytes_atomic
 from unidec.errors import ArtifactError
 
 
@@ -50,3 +53,14 @@ def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
                     fix="remove this line: it is a record of a past event, not an input",
                 ) from error
     return records
+
+
+def time_now() -> str:
+    """The current time, as records state it: UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def write_json_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Replace a file by one JSON object per line."""
+    lines = [json.dumps(record) + "\n" for record in records]
+    write_bytes_atomic(path, "".join(lines).encode())

@@ -20,6 +20,8 @@ from scipy.sparse import csr_matrix
 
 from unidec.config import LabelGraph
 from unidec.data.array_file import load_csr, row_blocks, write_csr
+from unidec.data.chunks import offsets_of
+from unidec.data.csr import ones_at, rows_of
 from unidec.data.dataset import XMCDataset
 from unidec.data.storage import read_manifest, verify_once, write_folder
 from unidec.progress import progress
@@ -84,15 +86,15 @@ def target_blocks(
     with progress(total=len(count_L), desc="label graph", unit="label") as bar:
         for start, graph_JL in _graph_blocks(positive_NL, label_LN, count_L, kind):
             stop = start + graph_JL.shape[0]
-            is_own_Q = graph_JL.indices == start + _rows(graph_JL)
+            is_own_Q = graph_JL.indices == start + rows_of(graph_JL)
             is_target_Q = (graph_JL.data > threshold) | is_own_Q
             graph_JL.data = np.where(is_target_Q, graph_JL.data, 0).astype(np.float32)
             graph_JL.eliminate_zeros()
             is_alone_J = (count_L[start:stop] == 0) | (kind == "self")
             alone = np.flatnonzero(chosen_L[start:stop] & is_alone_J)
             if len(alone):  # the only target of a label with an empty row is the label itself
-                entries = (np.ones(len(alone), np.float32), (alone, start + alone))
-                graph_JL = csr_matrix(graph_JL + csr_matrix(entries, shape=graph_JL.shape))
+                itself_JL = ones_at((alone, start + alone), graph_JL.shape)
+                graph_JL = csr_matrix(graph_JL + itself_JL)
             if kind == "glas":
                 score_Q = graph_JL.data.astype(np.float64)
                 graph_JL.data = (1 / (1 + np.exp(-score_Q))).astype(np.float32)
@@ -119,7 +121,7 @@ def _graph_blocks(
     """
     if kind == "random-walk":
         for start, visits_JL in _visit_blocks(label_LN, positive_NL):
-            row_Q = _rows(visits_JL)
+            row_Q = rows_of(visits_JL)
             self_Q = np.maximum(visits_JL.diagonal(start)[row_Q], 1)
             share_Q = np.minimum(visits_JL.data / self_Q, 1.0)
             is_self_Q = visits_JL.indices == start + row_Q
@@ -131,16 +133,11 @@ def _graph_blocks(
             yield start, csr_matrix((stop - start, len(count_L)), dtype=np.float64)
             continue
         graph_JL = (label_LN[start:stop] @ positive_NL).tocsr()
-        share_Q = graph_JL.data / count_L[start + _rows(graph_JL)]
+        share_Q = graph_JL.data / count_L[start + rows_of(graph_JL)]
         if kind == "glas":
             share_Q = (share_Q + graph_JL.data / count_L[graph_JL.indices]) / 2
         graph_JL.data = share_Q
         yield start, graph_JL
-
-
-def _rows(matrix: csr_matrix) -> np.ndarray:
-    """Row of each stored entry, int64 [Q]."""
-    return matrix.tocoo(copy=False).row.astype(np.int64)
 
 
 def _blocks(positive_NL: csr_matrix, label_LN: csr_matrix) -> Iterator[tuple[int, int]]:
@@ -149,7 +146,7 @@ def _blocks(positive_NL: csr_matrix, label_LN: csr_matrix) -> Iterator[tuple[int
     """
     width_N = np.diff(positive_NL.indptr).astype(np.int64)
     cost_L = label_LN @ width_N
-    total_L = np.insert(np.cumsum(cost_L, dtype=np.int64), 0, 0)
+    total_L = offsets_of(cost_L)
     return row_blocks(total_L, _PAIRS_AT_ONCE, _LABELS_AT_ONCE)
 
 

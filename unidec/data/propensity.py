@@ -19,6 +19,7 @@ from unidec.data.raw import SPLITS
 from unidec.data.storage import REBUILD, load_array, read_manifest, verify_once, write_folder
 from unidec.data.tokens import Ints
 from unidec.errors import ArtifactError, DataError
+from unidec.metric_names import GROUPS
 
 KIND = "propensity"
 VERSION = 1
@@ -45,6 +46,12 @@ class Propensity:
     group_L: NDArray[np.int8]
     a: float
     b: float
+
+    @property
+    def group_sizes(self) -> dict[str, int]:
+        """Number of labels in each frequency group, by its name."""
+        num_in_group = np.bincount(self.group_L, minlength=len(GROUPS)).tolist()
+        return dict(zip(GROUPS, num_in_group, strict=True))
 
 
 def inverse_propensity(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from unidec.config import RawBounds
@@ -50,18 +51,18 @@ def read_cells(
     yield from rows.quoted() if quoted else rows.unquoted()
 
 
+@dataclass
 class _Rows:
     """The rows of a file, in one pass over its lines."""
 
-    def __init__(self, path: Path, delimiter: str, bounds: RawBounds, report: Report) -> None:
-        self.path = path
-        self.delimiter = delimiter
-        self.bounds = bounds
-        self.report = report
-        self.start = 1
-        self.number = 0
-        self.size = 0
-        self.lines_of_row: list[str] = []
+    path: Path
+    delimiter: str
+    bounds: RawBounds
+    report: Report
+    start: int = 1
+    number: int = 0
+    size: int = 0
+    lines_of_row: list[str] = field(default_factory=list)
 
     def unquoted(self) -> Iterator[tuple[int, list[str]]]:
         """Rows in which quotes are text: each line is a row."""

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from scipy.sparse import csr_matrix
 
+from unidec.data.csr import ones_at
 from unidec.data.spool import take_pairs, take_texts
 
 SPLITS: tuple[Literal["train", "validation", "test"], ...] = ("train", "validation", "test")
@@ -85,10 +86,10 @@ def text_array(
 
 
 def joined_texts(
-    first: pa.Array | pa.ChunkedArray, second: pa.Array | pa.ChunkedArray
+    first: pa.Array | pa.ChunkedArray, second: Iterable[str] | pa.Array | pa.ChunkedArray
 ) -> pa.ChunkedArray:
-    """The texts of two Arrow arrays, the second cast to the type of the first."""
-    tables = [pa.table({"text": texts.cast(first.type)}) for texts in (first, second)]
+    """The texts of an Arrow array, followed by others as the same type."""
+    tables = [pa.table({"text": text_array(texts, first.type)}) for texts in (first, second)]
     return pa.concat_tables(tables)["text"]
 
 
@@ -189,8 +190,7 @@ def _families(queries: pa.Table, filter_pairs: csr_matrix, scratch: Path | None)
     pairs = filter_pairs.tocoo()
     from_node = np.concatenate([pairs.row, np.arange(num_queries)])
     to_node = np.concatenate([pairs.col.astype(np.int64) + num_queries, first_N])
-    edges = (np.ones(len(from_node), dtype=np.int8), (from_node, to_node))
-    graph = csr_matrix(edges, shape=(num_nodes, num_nodes))
+    graph = ones_at((from_node, to_node), (num_nodes, num_nodes), np.int8)
     _, family_node = connected_components(graph, directed=False)
     _, member_F, family_N = np.unique(
         family_node[:num_queries], return_index=True, return_inverse=True

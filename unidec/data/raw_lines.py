@@ -114,7 +114,7 @@ def check_unpacked(path: Path, num_bytes: int, bounds: RawBounds) -> None:
         )
 
 
-def read_lines(path: Path, bounds: RawBounds = DEFAULT_BOUNDS) -> Iterator[tuple[int, bytes]]:
+def read_lines(path: Path, bounds: RawBounds) -> Iterator[tuple[int, bytes]]:
     """Number (1-based) and bytes of each line, without line feed and byte order mark; .gz files are
     unpacked.
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from scipy.sparse import csr_matrix
 
-from unidec.data.chunks import blocks
+from unidec.data.chunks import blocks, offsets_of
 from unidec.data.storage import storage_error
 
 BLOCK_ROWS = 65_536
@@ -45,7 +45,7 @@ class Numbers:
         folder: folder of the file; None: the system's folder for temporary files.
     """
 
-    def __init__(self, dtype: npt.DTypeLike, folder: Path | None = None) -> None:
+    def __init__(self, dtype: npt.DTypeLike, folder: Path | None) -> None:
         self._dtype = np.dtype(dtype)
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         self._few: list[Any] = []  # numbers that are not written yet
@@ -75,9 +75,7 @@ def _mapped(file: IO[bytes]) -> bytes | mmap.mmap:
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if file.tell() else b""
 
 
-def table_on_disk(
-    blocks: Iterable[pa.Table], schema: pa.Schema, folder: Path | None = None
-) -> pa.Table:
+def table_on_disk(blocks: Iterable[pa.Table], schema: pa.Schema, folder: Path | None) -> pa.Table:
     """The rows of all blocks as one table."""
     with tempfile.TemporaryFile(dir=folder) as file:
         with pa.ipc.new_stream(pa.PythonFile(file, "w"), schema) as writer:
@@ -90,7 +88,7 @@ def csr_on_disk(
     blocks: Iterable[pa.RecordBatch],
     shape: tuple[int, int],
     dtype: npt.DTypeLike,
-    folder: Path | None = None,
+    folder: Path | None,
 ) -> csr_matrix:
     """A CSR matrix from blocks of pairs (row, column, value) that are sorted by row and column. Of
     repeated pairs, only the first is kept.
@@ -113,20 +111,20 @@ def csr_on_disk(
 
 def _csr(columns: Numbers, values: Numbers, count_N: np.ndarray, width: int) -> csr_matrix:
     """A CSR matrix from its entries by row and the number of entries of each row."""
-    ends = np.insert(np.cumsum(count_N), 0, 0)
+    ends = offsets_of(count_N)
     entries = (values.array(), columns.array(), ends)
     matrix = csr_matrix(entries, shape=(len(count_N), width), copy=False)
     matrix.has_sorted_indices = matrix.has_canonical_format = True
     return matrix
 
 
-def take_texts(table: pa.Table, rows: np.ndarray, folder: Path | None = None) -> pa.Table:
+def take_texts(table: pa.Table, rows: np.ndarray, folder: Path | None) -> pa.Table:
     """These rows of a table."""
     blocks = (table.take(pa.array(block)) for block in _blocks(rows))
     return table_on_disk(blocks, table.schema, folder)
 
 
-def take_pairs(matrix: csr_matrix, rows: np.ndarray, folder: Path | None = None) -> csr_matrix:
+def take_pairs(matrix: csr_matrix, rows: np.ndarray, folder: Path | None) -> csr_matrix:
     """These rows of a matrix with sorted indices."""
     columns = Numbers(np.int32, folder)
     values = Numbers(matrix.dtype, folder)

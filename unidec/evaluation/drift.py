@@ -22,7 +22,7 @@ import numpy as np
 from scipy.spatial.distance import jensenshannon
 
 from unidec.config import Drift
-from unidec.metric_names import shown
+from unidec.metric_names import shown, without_at
 
 Unit = Literal["count", "mean", "share", "distance", "shift", "metric"]
 State = Literal["stop", "warning", "ok", "not judged"]
@@ -257,7 +257,7 @@ def _label_checks(
             value, error = new["metrics"][metric]
             checks.append(
                 _check(
-                    metric.replace("@", "_at_"),
+                    without_at(metric),
                     metric,
                     "metric",
                     value,

@@ -103,7 +103,7 @@ class Chart:
     """
 
     caption: str
-    x_label: str = ""
+    x_label: str
     y_label: str = ""
     about: str = ""
     legend: Sequence[str] = ()

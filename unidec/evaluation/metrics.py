@@ -45,6 +45,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
 from unidec.data.chunks import blocks
+from unidec.data.csr import keys_of, ones_at
 from unidec.data.tokens import Bools, Ints
 from unidec.errors import DataError
 from unidec.metric_names import DEFAULT_KS, GROUPS, metric_names, parse
@@ -60,10 +61,7 @@ QueryParts = dict[str, tuple[Floats, Floats]]
 
 def pair_keys(matrix: csr_matrix, positive_only: bool = False) -> Ints:
     """Stored pairs of a CSR matrix as sorted, unique int64 keys `row * columns + column`."""
-    num_rows, num_labels = matrix.shape
-    stored_N = np.diff(matrix.indptr)
-    row_E = np.repeat(np.arange(num_rows, dtype=np.int64), stored_N)
-    key_E = row_E * num_labels + matrix.indices
+    key_E = keys_of(matrix)
     if positive_only:
         key_E = key_E[np.asarray(matrix.data) > 0]
     return np.unique(key_E)
@@ -145,7 +143,7 @@ class Ranked:
 class Scope:
     """Hits and relevant pairs, restricted to the labels of a frequency group ("": all labels)."""
 
-    def __init__(self, ranked: Ranked, group: str = "") -> None:
+    def __init__(self, ranked: Ranked, group: str) -> None:
         inside_NK = np.ones(ranked.hit_NK.shape, dtype=bool)
         inside_E = np.ones(len(ranked.row_E), dtype=bool)
         if group:
@@ -330,5 +328,4 @@ def filtered_truth(relevance: csr_matrix, filter_pairs: csr_matrix) -> csr_matri
     relevant_E = pair_keys(relevance, positive_only=True)
     key_E = np.setdiff1d(relevant_E, pair_keys(filter_pairs), assume_unique=True)
     pairs = np.divmod(key_E, max(shape[1], 1))
-    ones_E = np.ones(len(key_E), dtype=bool)
-    return csr_matrix((ones_E, pairs), shape=shape)
+    return ones_at(pairs, shape, bool)

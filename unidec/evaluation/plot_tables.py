@@ -11,7 +11,7 @@ from typing import Any
 
 from unidec.data.storage import write_bytes_atomic
 from unidec.evaluation.page import Records
-from unidec.metric_names import DEFAULT_KS, GROUPS
+from unidec.metric_names import DEFAULT_KS, GROUPS, without_at
 
 TRAINING = (
     "step",
@@ -74,7 +74,7 @@ def _write(path: Path, columns: Sequence[str], rows: Records) -> Path:
 
     frame = pd.DataFrame(list(rows), columns=list(columns))
     frame = frame.replace([math.inf, -math.inf], math.nan)
-    heads = [column.replace("@", "_at_") for column in columns]
+    heads = [without_at(column) for column in columns]
     text = frame.to_csv(index=False, header=heads, float_format="%.6g", lineterminator="\n")
     write_bytes_atomic(path, text.encode())
     return path

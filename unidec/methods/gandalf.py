@@ -14,13 +14,14 @@ from dataclasses import replace
 import numpy as np
 import scipy.sparse as sp
 
+from unidec.data.csr import pattern
 from unidec.model.pool import TrainingPairs
 
 _STREAM = 0x67616E64  # separates the sample's random numbers from others of a seed
 
 
 def with_label_queries(
-    pairs: TrainingPairs, label_graph: sp.csr_matrix, which: str = "all", seed: int = 0
+    pairs: TrainingPairs, label_graph: sp.csr_matrix, which: str, seed: int
 ) -> TrainingPairs:
     """The pairs of N + L rows: queries, whose positives all have relevance 1, then labels with soft
     targets.
@@ -33,8 +34,6 @@ def with_label_queries(
     relevance = pairs.relevance
     num_queries, num_labels = relevance.shape
     assert label_graph.shape == (num_labels, num_labels)
-    ones = np.ones(relevance.nnz, np.float32)
-    of_queries = sp.csr_matrix((ones, relevance.indices, relevance.indptr), relevance.shape)
     no_pairs = sp.csr_matrix((num_labels, num_labels), dtype=pairs.filter_pairs.dtype)
     label_rows = num_queries + np.flatnonzero(np.diff(label_graph.indptr))
     rows = label_rows if which == "labels" else np.concatenate([pairs.rows, label_rows])
@@ -44,7 +43,7 @@ def with_label_queries(
     return replace(
         pairs,
         rows=rows,
-        relevance=sp.vstack([of_queries, label_graph], format="csr"),
+        relevance=sp.vstack([pattern(relevance), label_graph], format="csr"),
         filter_pairs=sp.vstack([pairs.filter_pairs, no_pairs], format="csr"),
         soft=True,
     )

@@ -12,6 +12,7 @@ import numpy as np
 import scipy.sparse as sp
 from torch import nn
 
+from unidec.data.csr import ones_at
 from unidec.model.pool import TrainingPairs
 
 LABEL_CLUSTER = "label_cluster"  # the model's buffer, int64 [L]: the cluster of each label
@@ -30,8 +31,7 @@ def over_clusters(pairs: TrainingPairs, cluster_L: np.ndarray, num_clusters: int
         cluster_L: int64 [L], the cluster of each label.
     """
     labels = np.arange(len(cluster_L))
-    ones_L = np.ones(len(labels), dtype=np.float32)
-    member_LC = sp.csr_matrix((ones_L, (labels, cluster_L)), (len(labels), num_clusters))
+    member_LC = ones_at((labels, cluster_L), (len(labels), num_clusters))
     relevance = _any_member(pairs.relevance, member_LC)
     return replace(
         pairs, relevance=relevance, filter_pairs=_any_member(pairs.filter_pairs, member_LC)

@@ -7,6 +7,7 @@ it, M queries drawn.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -19,11 +20,12 @@ from unidec.model.additions import Drawn
 _STREAM = 0x717279  # separates these random numbers from others of a step
 
 
+@dataclass
 class QueryTexts:
     """The texts of a label's training queries; a step draws some, the export takes the mean of all.
 
-    Args:
-        has_LN: csr [L, n], 1 where a training query has the label.
+    Attributes:
+        related_LN: csr [L, n], 1 where a training query has the label.
         query_rows: int64 [n], data set rows of the training queries.
         num_drawn: maximum queries that a step draws for a label.
     """
@@ -31,10 +33,9 @@ class QueryTexts:
     source: ClassVar = "queries"
     gate_start: ClassVar = 1.0  # a row starts as a plain sum
 
-    def __init__(self, has_LN: sp.csr_matrix, query_rows: np.ndarray, num_drawn: int):
-        self.related_LN = has_LN
-        self.query_rows = query_rows
-        self.num_drawn = num_drawn
+    related_LN: sp.csr_matrix
+    query_rows: np.ndarray
+    num_drawn: int
 
     def draw(self, drawn: Drawn) -> tuple[RelatedPairs, np.ndarray]:
         """Draw queries for each label. Queries of the batch are excluded: otherwise a label's row

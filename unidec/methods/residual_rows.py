@@ -102,21 +102,21 @@ def new_related_gate(dim: int, start: float) -> nn.Parameter:
     return nn.Parameter(torch.full((dim,), start))
 
 
+@dataclass(frozen=True)
 class ResidualRows(Rows):
     """Rows that add text and free vector. Trains on one rank only, which encodes the texts of all
     the batch's labels.
 
-    Args:
+    Attributes:
         encode: returns the encoder's outputs of texts.
         related: texts whose gated vectors are added; None: none.
     """
 
     holds_text: ClassVar[bool] = True
 
-    def __init__(self, model: UniDEC, encode: TextInput, related: RelatedTexts | None = None):
-        self.model = model
-        self.encode = encode
-        self.related = related
+    model: UniDEC
+    encode: TextInput
+    related: RelatedTexts | None = None
 
     def draw(self, drawn: Drawn) -> tuple[ResidualPart, np.ndarray]:
         labels_S = drawn.clf_pool.pool_S

@@ -10,13 +10,16 @@ tokens are similar whose embeddings in the pretrained transformer have the highe
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import scipy.sparse as sp
 import torch
 import torch.nn.functional as F
 
+from unidec.data.chunks import offsets_of
 from unidec.data.tokens import Tokens, encode_texts
 from unidec.model.additions import Drawn
 from unidec.model.encoder import load_transformer
@@ -27,20 +30,19 @@ NUM_SIMILAR = 5  # one of these replaces a token
 _STREAM = 0x73796E  # separates these random numbers from others of a step
 
 
+@dataclass(frozen=True)
 class Synonyms:
     """Replaces tokens.
 
-    Args:
+    Attributes:
         share: of a query's tokens that are replaced.
         similar_VK: int64 [V, K], tokens that may replace each token; the token itself: unchanged.
     """
 
     # no cache of frozen vectors has texts of this source
-    source = "queries with synonyms"
-
-    def __init__(self, share: float, similar_VK: np.ndarray):
-        self.share = share
-        self.similar_VK = similar_VK
+    source: ClassVar = "queries with synonyms"
+    share: float
+    similar_VK: np.ndarray
 
     def apply(self, parts: Parts, drawn: Drawn) -> tuple[str, Tokens, np.ndarray]:
         """A batch's texts with replaced tokens, as one source and its rows."""
@@ -50,7 +52,7 @@ class Synonyms:
         pick_F = rng.integers(0, self.similar_VK.shape[1], len(token_F))
         changed_F = np.where(is_replaced_F, self.similar_VK[token_F, pick_F], token_F)
         _, like, _ = parts[0]
-        offsets = np.concatenate([[0], np.cumsum(lengths_B)])
+        offsets = offsets_of(lengths_B)
         tokens = Tokens(changed_F, offsets, like.vocab_size, like.pad_id, like.max_length)
         return self.source, tokens, np.arange(len(lengths_B))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch.nn.functional as F
@@ -38,17 +39,16 @@ class TeacherVectors:
     of_labels: Callable[[np.ndarray], np.ndarray]
 
 
+@dataclass(frozen=True)
 class TeacherLoss:
     """KL(teacher || student) of each query's distribution over the pool, mean over the queries: the
     softmax of the teacher's scores by its temperature, and that of a head's logits. Ignored pairs
     are in neither.
     """
 
-    name = "teacher"
-
-    def __init__(self, vectors: TeacherVectors, settings: Teacher):
-        self.vectors = vectors
-        self.settings = settings
+    name: ClassVar = "teacher"
+    vectors: TeacherVectors
+    settings: Teacher
 
     def draw(self, drawn: Drawn) -> dict[str, Tensor]:
         """The teacher's vectors of the batch's queries, [B, E], and of each head's labels,

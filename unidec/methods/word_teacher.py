@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import scipy.sparse as sp
@@ -38,19 +39,18 @@ class WordTargets:
     probability_nL: sp.csr_matrix
 
 
+@dataclass(frozen=True)
 class WordTeacherLoss:
     """Cross entropy of the softmax of a head's logits with the probabilities by words, which are
     scaled to sum up to 1 over the pool; mean over the queries; a query without a label with a
     probability in the pool counts as 0.
     """
 
-    name = "teacher"
+    name: ClassVar = "teacher"
+    targets: WordTargets
+    settings: Teacher
 
-    def __init__(self, targets: WordTargets, settings: Teacher):
-        self.targets = targets
-        self.settings = settings
-
-    def draw(self, drawn: Drawn) -> dict[str, Tensor]:
+    def draw(self, drawn: Drawn) -> dict[str, dict[str, Tensor]]:
         """For each head, query and column of the pairs with a probability, int64 [P], and the
         probabilities, float32 [P].
         """
@@ -65,15 +65,14 @@ class WordTeacherLoss:
                 "column": of_pool.col.astype(np.int64),
                 "probability": of_pool.data / sum_B[of_pool.row],
             }
-            for name, array in parts.items():
-                out[f"{head} {name}"] = to_device(array, drawn.device)
+            out[head] = {name: to_device(array, drawn.device) for name, array in parts.items()}
         return out
 
     def loss(self, head: str, logit_BS: Tensor, targets: PoolTargets, batch: Prepared) -> Tensor:
-        parts: Mapping[str, Tensor] = batch.added[self.name]
+        parts: Mapping[str, Tensor] = batch.added[self.name][head]
         log_BS = log_shares(logit_BS, targets)
-        log_P = log_BS[parts[f"{head} query"], parts[f"{head} column"]]
-        entropy = -(parts[f"{head} probability"] * log_P).sum() / len(logit_BS)
+        log_P = log_BS[parts["query"], parts["column"]]
+        entropy = -(parts["probability"] * log_P).sum() / len(logit_BS)
         return self.settings.weight * entropy
 
 

@@ -222,14 +222,14 @@ class Methods:
     """
 
     rows: Rows
-    losses: Sequence[FurtherLoss] = ()
-    score_losses: Sequence[ScoreLoss] = ()
-    changes: Sequence[Change] = ()
-    reads_labels: bool = False
-    export: Callable[[], Exported] = Exported
-    shortlister: Shortlister | None = None
-    texts: TextChange | None = None
-    views: Sequence[View] = (whole,)
+    losses: Sequence[FurtherLoss]
+    score_losses: Sequence[ScoreLoss]
+    changes: Sequence[Change]
+    reads_labels: bool
+    export: Callable[[], Exported]
+    shortlister: Shortlister | None
+    texts: TextChange | None
+    views: Sequence[View]
 
     def draw(self, drawn: Drawn) -> tuple[dict[str, Any], np.ndarray]:
         """Data that methods need for a batch, by name; rows of further queries to encode [M]."""

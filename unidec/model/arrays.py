@@ -88,6 +88,11 @@ class ModelConfig(BaseModel):
         return self.folder / "tokenizer"
 
 
+def heads_of(space: str) -> tuple[str, ...]:
+    """The heads of a model or a space: "de" and "clf" of "both", otherwise itself."""
+    return ("de", "clf") if space == "both" else (space,)
+
+
 def read_arrays(folder: Path) -> dict[str, NDArray[Any]]:
     """Weights of the bag, the residual network and the heads by name, float32.
 

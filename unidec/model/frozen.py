@@ -24,7 +24,7 @@ import torch
 from unidec.config import Encoder
 from unidec.data.chunks import blocks, length_chunks
 from unidec.data.shards import Job, Work, divided, is_dividing
-from unidec.data.storage import load_array, read_manifest, verify_once, write_folder
+from unidec.data.storage import load_array, read_manifest, text_sha256, verify_once, write_folder
 from unidec.data.tensor_file import read_tensors, write_tensors
 from unidec.data.tokens import TokenCache, same_texts
 from unidec.errors import ArtifactError
@@ -150,7 +150,7 @@ class FrozenCaches:
         paths = [cache.path for cache in sources.values()]
         files = [read_manifest(path, "tokens", 1, verify=False)["files"] for path in paths]
         text = json.dumps(facts | {"tokens": files}, sort_keys=True)
-        key = hashlib.sha256(text.encode()).hexdigest()
+        key = text_sha256(text)
         path = self.folder / f"{facts['what']}-{key[:16]}"
         if not path.is_dir():
             *_, tokens = sources.values()

@@ -265,7 +265,7 @@ def target_weights(
 
 
 def one_positive(
-    targets: PoolTargets, num_rows: int, generator: torch.Generator | None = None
+    targets: PoolTargets, num_rows: int, generator: torch.Generator | None
 ) -> PoolTargets:
     """Targets of a one-vs-all loss under the reduction "pol": of each row's positives only the one
     that `target_weights` picks has a positive term; the others are not negatives either.

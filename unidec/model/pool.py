@@ -1,8 +1,8 @@
 """Draws the pool of labels on which the losses of a batch are computed (UniDEC, Algorithm 1).
 
 Legend: B queries in a batch, S pool labels, P positive pairs in the pool, F filter pairs in the
-pool, H mined hard negatives of a query, Q entries of some rows of a CSR matrix, C candidates, N all
-queries, L all labels.
+pool, H mined hard negatives of a query, Q entries of some rows of a CSR matrix, R those that were
+not sampled, C candidates, N all queries, L all labels.
 
 No random state is kept: every draw is seeded by (seed, epoch, step), so a resumed run needs only
 the two counters.
@@ -16,6 +16,7 @@ from dataclasses import KW_ONLY, dataclass
 import numpy as np
 import scipy.sparse as sp
 
+from unidec.data.csr import rows_of
 from unidec.data.tokens import places
 
 _POOL = 0  # stream of random numbers; `unidec.training.sampler` has others
@@ -82,8 +83,7 @@ class PoolBatch:
 def row_entries(matrix: sp.csr_matrix, rows_B: np.ndarray) -> tuple[np.ndarray, ...]:
     """Entries of some rows: batch positions int64 [Q], labels int64 [Q], values [Q]."""
     chosen = matrix[rows_B]
-    row_Q = np.repeat(np.arange(len(rows_B)), np.diff(chosen.indptr))
-    return row_Q, chosen.indices.astype(np.int64), chosen.data
+    return rows_of(chosen), chosen.indices.astype(np.int64), chosen.data
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class PoolSampler:
         row_Q, label_Q, relevance_Q = row_entries(self.relevance, rows_B)
         filter_row_Q, filter_label_Q, _ = row_entries(self.filter_pairs, rows_B)
         count_B = np.bincount(row_Q, minlength=len(rows_B))
-        sampled_Q = self._sample_positives(row_Q, label_Q, count_B, self.beta, rng)
+        sampled_Q = self._sample_positives(row_Q, label_Q, self.beta, rng)
         # pairs as numbers
         key_Q = row_Q * self.num_labels + label_Q
         filter_key_Q = filter_row_Q * self.num_labels + filter_label_Q
@@ -165,8 +165,9 @@ class PoolSampler:
                 groups.append(label_Q[~sampled_Q])
             pool_S = self._choose_pool(groups, rng)
             if further:
-                others = self._further(row_Q[~sampled_Q], label_Q[~sampled_Q], further, rng)
-                pool_S = np.union1d(pool_S, others)
+                row_R, label_R = row_Q[~sampled_Q], label_Q[~sampled_Q]
+                is_added_R = self._sample_positives(row_R, label_R, further, rng)
+                pool_S = np.union1d(pool_S, label_R[is_added_R])
             missing = up_to - len(pool_S)
             if missing > 0:
                 others_C = rng.choice(self.num_labels, missing, replace=False, shuffle=False)
@@ -186,20 +187,8 @@ class PoolSampler:
             ignored_col_F=np.searchsorted(pool_S, filter_label_Q[ignored_Q]),
         )
 
-    def _further(
-        self, row_Q: np.ndarray, label_Q: np.ndarray, most: int, rng: np.random.Generator
-    ) -> np.ndarray:
-        """Labels of at most `most` entries of each row, drawn without replacement."""
-        count_B = np.bincount(row_Q)
-        return label_Q[self._sample_positives(row_Q, label_Q, count_B, most, rng)]
-
     def _sample_positives(
-        self,
-        row_Q: np.ndarray,
-        label_Q: np.ndarray,
-        count_B: np.ndarray,
-        most: int,
-        rng: np.random.Generator,
+        self, row_Q: np.ndarray, label_Q: np.ndarray, most: int, rng: np.random.Generator
     ) -> np.ndarray:
         """Mask of at most `most` entries of each row, drawn without replacement, bool [Q].
 
@@ -216,7 +205,7 @@ class PoolSampler:
             time_Q = -np.log1p(-draw_Q) / self.weight_L[label_Q]
             order_Q = np.lexsort((time_Q, row_Q))
         sampled_Q = np.zeros(len(row_Q), dtype=bool)
-        sampled_Q[order_Q[places(count_B) < most]] = True
+        sampled_Q[order_Q[places(np.bincount(row_Q)) < most]] = True
         return sampled_Q
 
     def _sample_hard(

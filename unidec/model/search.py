@@ -36,7 +36,7 @@ class RowSlices(Protocol):
 def finite_matrix(
     vectors: np.ndarray | Tensor,
     what: str,
-    device: str | torch.device | None = None,
+    device: str | torch.device | None,
     rows: np.ndarray | range | None = None,
 ) -> Tensor:
     """Vectors in float32 on a device (None: where they are); raises DataError if they are not
@@ -60,7 +60,7 @@ def finite_matrix(
     return matrix
 
 
-def query_block(num_labels: int, block: int = 512) -> int:
+def query_block(num_labels: int, block: int) -> int:
     """Queries of a block: `block`, or fewer, so that a tile has at most `MAX_BLOCK_SCORES`."""
     tile = max(min(num_labels, LABELS_AT_ONCE), 1)
     return max(1, min(block, MAX_BLOCK_SCORES // tile))

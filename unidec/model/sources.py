@@ -95,6 +95,11 @@ def resolve_encoder(name: str) -> Path:
     return _from_hub(f"sentence-transformers/{alias}" if packaged else name, packaged)
 
 
+def is_known_here(name: str) -> bool:
+    """Whether a transformer is a folder, or weights of an installable package, not of the hub."""
+    return name.removeprefix("sentence-transformers/") in PACKAGED or Path(name).is_dir()
+
+
 @functools.cache
 def _sha256(file: Path, num_bytes: int, changed_ns: int) -> str:
     """sha256 of a file with this size and modification time; cached, as it is needed five times."""

@@ -39,6 +39,7 @@ from unidec.model.arrays import (
     VERSION,
     WEIGHTS,
     ModelConfig,
+    heads_of,
     misfit,
 )
 from unidec.model.dense import Dense, load_dense
@@ -332,11 +333,10 @@ class UniDEC(nn.Module):
         """
         rows = np.arange(len(tokens)) if rows is None else rows
         shape = (len(rows), self.settings.dim)
-        wanted = ("de", "clf") if only is None else (only,)
         out = {
             head: np.empty(shape, dtype=np.float32) if into is None else into
-            for head in wanted
-            if self.heads in ("both", head)
+            for head in heads_of(self.heads)
+            if only in (None, head)
         }
         if not out:
             return None, None

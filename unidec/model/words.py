@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix, hstack, vstack
 
-from unidec.data.chunks import blocks
+from unidec.data.chunks import blocks, offsets_of
 from unidec.data.tokens import (
     Bools,
     Ints,
@@ -249,7 +249,7 @@ class WordSpace:
         if not self.head:
             return whole_BF
         length_B = np.diff(offsets)
-        head_offsets = np.cumsum(np.append(0, np.minimum(length_B, self.head)))
+        head_offsets = offsets_of(np.minimum(length_B, self.head))
         head_BF = self._vectors(flat[places(length_B) < self.head], head_offsets)
         return csr_matrix(hstack([whole_BF, head_BF], format="csr"))
 

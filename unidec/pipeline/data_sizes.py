@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from unidec.config import Params
+from unidec.data.chunks import offsets_of
 from unidec.data.tokens import TokenCache, Tokens
 from unidec.pipeline import paths
 
@@ -91,7 +92,7 @@ class RepeatedTexts(TokenCache):
         share = (min(tokens[0], most) - 1) / max(longest - 1, 1)
         shuffled = np.random.default_rng(0).permutation(_TEXTS)
         lengths = np.where(shuffled < share * _TEXTS, longest, 1)
-        offsets = np.cumsum([0, *lengths])
+        offsets = offsets_of(lengths)
         ids = np.arange(offsets[-1]) % vocab_size
         super().__init__(ids, offsets, vocab_size, 0, longest)
         self.count = count

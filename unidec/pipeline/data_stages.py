@@ -22,7 +22,6 @@ from unidec.data.storage import file_sha256, files_sha256, read_json, swap_folde
 from unidec.data.token_shards import tokenise
 from unidec.data.tokens import TokenCache, encode_texts
 from unidec.errors import ConfigError, DataError
-from unidec.metric_names import GROUPS
 from unidec.model.arrays import MAX_BYTES
 from unidec.model.encoder_folder import read_encoder_folder, resolved
 from unidec.model.sources import (
@@ -205,8 +204,7 @@ def propensity(params: Params) -> dict[str, float]:
         paths.open_dataset(), params.data.propensity_a, params.data.propensity_b, paths.PROPENSITY
     )
     written = load_propensity(paths.PROPENSITY, verify=False)
-    in_group = np.bincount(written.group_L, minlength=len(GROUPS)).tolist()
-    groups = {f"{name}_labels": num for name, num in zip(GROUPS, in_group, strict=True)}
+    groups = {f"{group}_labels": num for group, num in written.group_sizes.items()}
     return {"a": written.a, "b": written.b, **groups}
 
 

@@ -21,7 +21,7 @@ from unidec.model.encoder_folder import (
     EncoderFolder,
     read_encoder_folder,
 )
-from unidec.model.sources import PACKAGED, resolve_encoder
+from unidec.model.sources import PACKAGED, is_known_here, resolve_encoder
 from unidec.pipeline import paths
 
 NUM_TEXTS = 64
@@ -74,8 +74,7 @@ def known_encoders() -> dict[str, Any]:
 def what_folder_says(params: Params) -> str:
     """One line with the settings in an encoder's folder; "" if it is not on this machine."""
     name = params.encoder.name
-    is_packaged = name.removeprefix("sentence-transformers/") in PACKAGED
-    if not params.encoder.has_transformer or not (is_packaged or Path(name).is_dir()):
+    if not (params.encoder.has_transformer and is_known_here(name)):
         return ""
     try:
         found = read_encoder_folder(resolve_encoder(name))

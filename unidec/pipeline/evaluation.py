@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from unidec.bundle.bundle import Bundle
 from unidec.config import Params, flatten
-from unidec.data.chunks import blocks
+from unidec.data.chunks import blocks, offsets_of
 from unidec.data.dataset import Text, XMCDataset
 from unidec.data.json_file import read_json_lines
 from unidec.data.propensity import training_counts
@@ -336,7 +336,7 @@ def _against_exact(
 def _write_predictions(ranking: Ranking, scores: np.ndarray, labels: np.ndarray) -> None:
     """Write a row per query: its uid and row, its label rows (best first) and their scores."""
     keep = labels >= 0
-    ends = np.append(0, keep.sum(axis=1).cumsum())
+    ends = offsets_of(keep.sum(axis=1))
     columns = {
         "query": pa.array(ranking.dataset.query_uids(ranking.rows), pa.string()),
         "query_row": ranking.rows,
@@ -370,7 +370,6 @@ def data_card(params: Params) -> dict[str, str | int]:
     dataset = paths.open_dataset()
     propensity = paths.open_propensity()
     meta = dataset.manifest["meta"]
-    in_group = np.bincount(propensity.group_L, minlength=len(GROUPS)).tolist()
     without = training_counts(dataset) == 0
     return {
         "name": dataset.name,
@@ -381,7 +380,7 @@ def data_card(params: Params) -> dict[str, str | int]:
         "labels": dataset.num_labels,
         "pairs": meta["num_pairs"],
         "filter pairs": meta["num_filter_pairs"],
-        **{f"{group} labels": num for group, num in zip(GROUPS, in_group, strict=True)},
+        **{f"{group} labels": num for group, num in propensity.group_sizes.items()},
         "labels without training queries": int(without.sum()),
         "propensity A, B": f"{params.data.propensity_a}, {params.data.propensity_b}",
     }

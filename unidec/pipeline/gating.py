@@ -15,9 +15,8 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,7 +24,8 @@ from unidec.bundle.bundle import Bundle
 from unidec.bundle.probe import Probe, probe_bundle
 from unidec.config import Gate, Params
 from unidec.data.chunks import blocks
-from unidec.data.dataset import Text, XMCDataset
+from unidec.data.dataset import XMCDataset
+from unidec.data.json_file import time_now
 from unidec.data.profile import spaced
 from unidec.data.storage import files_sha256, write_json
 from unidec.data.temporary import remove_folder
@@ -126,7 +126,7 @@ def gate(params: Params, version: str | int = CHALLENGER) -> Verdict:
             "model": challenger.name,
             "passed": passed,
             "reasons": checks,
-            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "at": time_now(),
             "challenger": _described(challenger),
             "champion": champion and _described(champion),
             "data": {
@@ -416,7 +416,7 @@ def rank_queries(
 
 def own_texts(bundle: Bundle, dataset: XMCDataset, rows: np.ndarray) -> list[str]:
     """Texts of queries, with or without content as in the training of the bundle's model."""
-    return dataset.query_texts(rows, cast(Text, bundle.info.text))
+    return dataset.query_texts(rows, bundle.info.text)
 
 
 def _fetch(version: ModelVersion) -> Path:

@@ -15,7 +15,7 @@ from unidec.bundle.bundle_folder import BundleLabels, Facts, Scoring, write_bund
 from unidec.bundle.bundle_info import KnnInfo
 from unidec.config import Params, recorded
 from unidec.config.index_spec import KINDS, IndexSpec, Kind
-from unidec.data.dataset import Split, Text, XMCDataset, texts_read
+from unidec.data.dataset import Split, XMCDataset, texts_read
 from unidec.data.profile import PROFILE_KEY, profile_dataset, spaced
 from unidec.data.propensity import training_counts
 from unidec.errors import ConfigError
@@ -199,8 +199,8 @@ def index_tune(
     wanted: float,
     k: int,
     num_queries: int,
-    kinds: Sequence[str] = (),
-    threads: int = 1,
+    kinds: Sequence[str],
+    threads: int,
 ) -> Tuned:
     """Measure kinds of index on a bundle, which is not changed.
 
@@ -243,5 +243,5 @@ def _queries(bundle: Bundle, num: int) -> tuple[npt.NDArray[np.float32], str]:
     dataset = paths.open_dataset()
     split: Split = "validation" if len(dataset.rows("validation")) else "train"
     chosen = spaced(dataset.rows(split), num)
-    encoded = bundle.encode(dataset.query_texts(chosen, cast(Text, bundle.info.text)))
+    encoded = bundle.encode(dataset.query_texts(chosen, bundle.info.text))
     return bundle.ranker.queries(encoded), f"{len(chosen)} {split} queries of {dataset.name}"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +17,7 @@ from unidec.bundle.bundle_folder import read_info
 from unidec.bundle.label_change import LabelChange, is_estimated, with_labels
 from unidec.bundle.label_file import LabelText
 from unidec.config import Params
-from unidec.data.dataset import Text, XMCDataset
+from unidec.data.dataset import XMCDataset
 from unidec.evaluation.metrics import truth_of
 from unidec.pipeline import paths
 from unidec.pipeline.gating import own_texts
@@ -132,7 +132,7 @@ def refresh_labels(params: Params, version: str | int = "champion") -> ChangedLa
     change = LabelChange.of(
         bundle,
         dataset.label_uids(),
-        dataset.label_texts(text=cast(Text, bundle.info.text)),
+        dataset.label_texts(text=bundle.info.text),
         dataset.label_texts(),
         _examples(bundle, dataset),
     )
@@ -186,7 +186,7 @@ def _voters(bundle: Bundle, dataset: XMCDataset) -> Neighbours | None:
     if bundle.neighbours is None or knn is None or not len(rows):
         return None
     of_queries = bundle.model.tokens(own_texts(bundle, dataset, rows), "queries")
-    label_texts = dataset.label_texts(text=cast(Text, bundle.info.text))
+    label_texts = dataset.label_texts(text=bundle.info.text)
     of_labels = bundle.model.tokens(label_texts, "labels")
     by: NeighboursBy = "model" if bundle.words is None else "words"
     return training_neighbours(

@@ -27,6 +27,7 @@ from unidec.data.chunks import CHUNK_TEXTS, LONG
 from unidec.data.storage import folder_bytes
 from unidec.errors import ConfigError
 from unidec.machine import available_disk, available_host
+from unidec.model.arrays import heads_of
 from unidec.model.encoder import transformer_options
 from unidec.pipeline import paths
 from unidec.pipeline.data_sizes import Sizes, stored_sizes
@@ -282,7 +283,7 @@ def _index(params: Params, sizes: Sizes, measured: Measured) -> Iterable[Amount]
     labels = sizes.num_labels
     rows = num_rows(params, sizes)
     texts = sizes.num_queries + labels
-    heads = 2 if model.heads == "both" else 1
+    heads = len(heads_of(model.heads))
     vectors = FP32 * labels * heads * (model.dim + model.clf_bias)
     names = int(labels * (_NAME_BYTES + 8 * sizes.label_tokens[0]))
     entries = vectors

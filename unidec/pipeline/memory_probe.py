@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unidec.config import Encoder, Params
 from unidec.data.chunks import GPU_CHUNK_TOKENS, attention_work
+from unidec.data.csr import ones_at
 from unidec.methods.assembly import additions, chosen_methods, rows_of
 from unidec.methods.inception import token_layers
 from unidec.methods.label_clusters import LABEL_CLUSTER
@@ -400,10 +401,9 @@ class _Probe:
         places = np.arange(num_queries * each)
         shape = (num_queries, self.num_labels)
         labels = places % self.num_used * self.spacing
-        ones = np.ones(len(places), np.float32)
         return TrainingPairs(
             rows=np.arange(num_queries),
-            relevance=sp.csr_matrix((ones, (places // each, labels)), shape),
+            relevance=ones_at((places // each, labels), shape),
             filter_pairs=sp.csr_matrix(shape, dtype=bool),
             soft=self.params.pool.gandalf,
         )

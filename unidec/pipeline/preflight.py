@@ -17,7 +17,7 @@ from unidec.config import Params
 from unidec.data.formats import check_folder
 from unidec.data.storage import read_manifest
 from unidec.errors import ArtifactError, DataError, UnidecError, missing_package
-from unidec.model.sources import PACKAGED
+from unidec.model.sources import is_known_here
 from unidec.pipeline import paths
 from unidec.pipeline.data_stages import checked_encoder, source_files
 from unidec.tracking.store import sqlite_path, tracking_uri
@@ -81,8 +81,7 @@ def check_source(params: Params) -> None:
 
 def _check_encoder(params: Params) -> None:
     name = params.encoder.name
-    is_here = name.removeprefix("sentence-transformers/") in PACKAGED or Path(name).is_dir()
-    is_on_hub = not is_here and _HUB_NAME.fullmatch(name)
+    is_on_hub = not is_known_here(name) and _HUB_NAME.fullmatch(name)
     if is_on_hub and os.environ.get("HF_HUB_OFFLINE") != "1":
         return  # the stage `tokens` downloads it
     folder = checked_encoder(params)

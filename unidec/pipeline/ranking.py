@@ -21,7 +21,6 @@ from unidec.cores import thread_pool
 from unidec.data.chunks import blocks
 from unidec.data.dataset import Split, XMCDataset
 from unidec.data.propensity import Propensity
-from unidec.data.raw import joined_texts
 from unidec.data.tokens import Tokens
 from unidec.evaluation.metrics import evaluate, filtered_truth, pair_keys, truth_of
 from unidec.metric_names import headline
@@ -160,22 +159,10 @@ class Ranking:
         """The neighbours with these queries appended. These may vote once no more weights are tuned
         on them.
         """
-        compared: Any = voting.compared(self.encoded)
         neighbours = voting.neighbours
-        if neighbours.words is None:
-            own = unit_rows(compared).astype(np.float16)
-            vectors: Any = np.concatenate([neighbours.vectors_MD, own])
-        else:
-            vectors = sp.vstack([neighbours.vectors_MD, compared], format="csr")
+        labels_ML = sp.vstack([neighbours.labels_ML, self.truth > 0], format="csr")
         uids, titles = self.dataset.query_columns(self.rows)
-        return Neighbours(
-            vectors,
-            sp.vstack([neighbours.labels_ML, self.truth > 0], format="csr"),
-            joined_texts(neighbours.uids, uids),
-            joined_texts(neighbours.titles, titles),
-            words=neighbours.words,
-            label_words_LF=neighbours.label_words_LF,
-        )
+        return neighbours.with_queries(voting.compared(self.encoded), labels_ML, uids, titles)
 
     @cached_property
     def propensity(self) -> Propensity:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from unidec.bundle.bundle_folder import read_info, read_labels
 from unidec.config import Params, keys_deciding, leaves, value_at
+from unidec.config.section import Stored
 from unidec.data.storage import read_json, write_bytes_atomic
 from unidec.errors import ArtifactError, ConfigError
 from unidec.pipeline import paths, seen
@@ -32,15 +33,13 @@ FIX = "retrain.start: cold"
 COLD = {"kind": "cold"}  # the content of data/start.json for a training from scratch
 
 
-class WarmStart(BaseModel):
+class WarmStart(Stored):
     """The content of data/start.json for a training that starts from a registered model.
 
     Attributes:
         model, version: name and version of the model when chosen. bundle_sha256: identifies it.
         generation: number of warm starts in a row, including this one.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     kind: Literal["warm"] = "warm"
     model: Annotated[str, Field(min_length=1)]

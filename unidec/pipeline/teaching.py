@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import scipy.sparse as sp
@@ -20,7 +19,7 @@ from unidec.code import code_sha256
 from unidec.config import Params, Teacher
 from unidec.data.array_file import load_csr, write_csr
 from unidec.data.chunks import blocks
-from unidec.data.dataset import Text, XMCDataset
+from unidec.data.dataset import XMCDataset
 from unidec.data.storage import (
     files_sha256,
     folder_sha256,
@@ -183,7 +182,7 @@ def _probabilities(params: Params, dataset: XMCDataset) -> Iterator[sp.csr_matri
 
 def _encode(bundle: Bundle, dataset: XMCDataset, rows_n: np.ndarray) -> np.ndarray:
     """The teacher's vectors of training texts, float16 [n, E]."""
-    text = cast(Text, bundle.info.text)
+    text = bundle.info.text
     num_queries = dataset.num_queries
     parts = []
     every = list(blocks(len(rows_n), TEXTS_AT_ONCE))

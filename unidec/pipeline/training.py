@@ -7,7 +7,6 @@ A training that was killed resumes from its last checkpoint.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import sys
@@ -20,11 +19,10 @@ from typing import Any
 import numpy as np
 
 from unidec.config import Params
-from unidec.data.json_file import read_json_lines
+from unidec.data.json_file import read_json_lines, write_json_lines
 from unidec.data.storage import (
     files_sha256,
     read_json,
-    write_bytes_atomic,
     write_folder,
     write_json,
 )
@@ -244,8 +242,7 @@ class Run:
         )
         tracker.flush()
         record = {name: value for name, value in asdict(report).items() if value is not None}
-        lines = [json.dumps(line) + "\n" for line in [*before, record]]
-        write_bytes_atomic(self.folder / ROUNDS, "".join(lines).encode())
+        write_json_lines(self.folder / ROUNDS, [*before, record])
         return report
 
     def export(self) -> str:
@@ -406,8 +403,7 @@ def work(name: str, trainer: Trainer) -> Report:
     if name == "train_round":
         return _train(trainer)
     if not trainer.refresh_due:
-        begin = trainer.at.epoch - trainer.at.epoch % trainer.settings.pool.refresh
-        return {} if name == "cluster" else _refresh_report(trainer.run_dir, begin)
+        return {} if name == "cluster" else _refresh_report(trainer.run_dir, trainer.round_begin)
     if name == "cluster":
         return {"epoch": trainer.at.epoch, **trainer.cluster()}
     report = {"epoch": trainer.at.epoch, **trainer.mine()}

@@ -5,25 +5,26 @@ Legend: B queries, K results, D width of the searched space (`heads.py`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.sparse import csr_matrix
 
+from unidec.data.csr import ones_at
 from unidec.ranking.heads import Heads
 from unidec.ranking.sparse import Floats, Rows, best_first
 
 
+@dataclass(frozen=True)
 class ExactIndex:
     """Compares queries with all labels, in tiles (`model.search`).
 
-    Args:
+    Attributes:
         vectors: the labels' vectors. device: where to compute; None: the CPU.
     """
 
-    def __init__(self, vectors: Heads, device: Any = None) -> None:
-        self.vectors = vectors
-        self.device = device
+    vectors: Heads
+    device: Any = None
 
     def search(
         self, queries_BD: Floats, k: int, rescore: int = 0, excluded: Rows | None = None
@@ -35,8 +36,7 @@ class ExactIndex:
         exclude = None
         if excluded is not None:
             pairs = np.divmod(excluded, num_labels)
-            ones = np.ones(len(excluded), dtype=bool)
-            exclude = csr_matrix((ones, pairs), shape=(len(queries_BD), num_labels))
+            exclude = ones_at(pairs, (len(queries_BD), num_labels), bool)
         scores_BK, rows_BK = exact_search(
             queries_BD,
             self.vectors,

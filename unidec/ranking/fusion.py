@@ -25,8 +25,9 @@ from functools import cached_property
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from unidec.config.section import Stored
 from unidec.cores import thread_pool
 from unidec.data.chunks import blocks
 from unidec.data.propensity import inverse_propensity
@@ -43,6 +44,7 @@ from unidec.ranking.sparse import (
     Workspace,
     add,
     compiled,
+    first_of_each,
 )
 from unidec.ranking.word_scores import WordScorer
 
@@ -98,7 +100,7 @@ _PAIRS_AT_ONCE = 1 << 11  # the hidden units of this number of pairs fit in the 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class Network(BaseModel):
+class Network(Stored):
     """A small network that scores pairs of a query and a label from their features, as stored in
     bundle.json.
 
@@ -111,8 +113,6 @@ class Network(BaseModel):
         mean, scale: of each feature, [X]; scale above 0.
         linear: [X]. hidden: [H][X], hidden_bias and out: [H].
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     mean: list[Number]
     scale: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]
@@ -282,7 +282,7 @@ class LabelEvidence:
         if self.by_words is not None:
             features += BY_WORDS
             scores.append(self.by_words.scores(scored.features(query_P, label_P, by_words)))
-        begin_B = np.searchsorted(query_P, np.arange(num_queries + 1))
+        begin_B = first_of_each(query_P, num_queries)
         candidates = _Candidates(begin_B, label_P, is_reference_P)
         feature_PX = np.empty((len(key_P), len(features)), dtype=np.float32)
         sums = self._of_labels.sums

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from unidec.cores import in_order, num_threads, thread_pool
-from unidec.data.chunks import blocks
+from unidec.data.chunks import blocks, offsets_of
 from unidec.model.losses import decoupled_softmax
 from unidec.model.pairs import Pairs
 from unidec.progress import progress
 from unidec.ranking.fusion import LIMIT, QUERIES_AT_ONCE, Evidence, Fusion, Network
 from unidec.ranking.heads import PairScores
-from unidec.ranking.sparse import Floats, Rows
+from unidec.ranking.sparse import Floats, Rows, first_of_each
 from unidec.ranking.word_scores import WordScorer
 
 # folds, and hidden units of each fold's network; measured: benchmarks/results/fusion.md
@@ -202,13 +202,13 @@ class _Training:
         mean_X = feature_PX.mean(axis=0)
         scale_X = np.maximum(feature_PX.std(axis=0), _LEAST_SCALE)
         x_PX = np.clip((feature_PX - mean_X) / scale_X, -LIMIT, LIMIT)
-        begin_N = np.searchsorted(query_P, np.arange(num_queries + 1))
+        begin_N = first_of_each(query_P, num_queries)
         return cls(torch.from_numpy(x_PX), relevant_P, begin_N, mean_X, scale_X)
 
     def with_positive(self, queries: np.ndarray) -> np.ndarray:
         """The given queries that have a relevant candidate."""
         # number of relevant candidates before each pair
-        before = np.concatenate([[0], np.cumsum(self.relevant_P)])
+        before = offsets_of(self.relevant_P)
         has_positive_N = np.diff(before[self.begin_N]) > 0
         return queries[has_positive_N[queries]]
 

@@ -27,18 +27,20 @@ import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_matrix
 
+from unidec.data.csr import keys_of
 from unidec.errors import DataError
+from unidec.model.arrays import heads_of
 from unidec.ranking.sparse import (
     Array,
     Floats,
     Rows,
     at_places,
     compiled_reordered,
+    first_of_each,
     largest_of_each,
 )
 
 Space = Literal["both", "de", "clf"]
-SPACES: tuple[Space, ...] = ("both", "de", "clf")
 
 
 class Heads:
@@ -53,7 +55,7 @@ class Heads:
         clf_weight: weight of the classifier's score in "both"; not used in the other spaces.
 
     Attributes:
-        shape: (L, D').
+        shape: (L, D'). names: the space's heads.
 
     Raises:
         ValueError: a part that the space requires is missing, or the parts differ in their number
@@ -68,6 +70,7 @@ class Heads:
         clf_weight: float = 1.0,
     ) -> None:
         self.space = space
+        self.names = heads_of(space)
         self.clf_weight = clf_weight
         self._normalize = clf_normalize
         self.vectors = {name: np.asarray(array) for name, array in vectors.items()}
@@ -151,7 +154,7 @@ class Heads:
         """
         out_P = np.zeros(len(query_P), dtype=np.float32)
         begin = 0
-        for name in self._heads():
+        for name in self.names:
             vectors_LD = self.vectors[name]
             row_P = label_P
             if vectors_LD.dtype != np.float32:
@@ -176,15 +179,12 @@ class Heads:
         out[found_BK] = self.pair_scores(query_BD, query_P, rows_BK[found_BK])
         return out
 
-    def _heads(self) -> tuple[str, ...]:
-        return ("de", "clf") if self.space == "both" else (self.space,)
-
     def _parts(self, vectors: Mapping[str, Floats | None], rows_P: Rows | slice) -> list[Floats]:
         """Vectors of each part of the space: float32 [P, D], biases [P, 1]; raises as the class
         does.
         """
         parts = []
-        for name in self._heads():
+        for name in self.names:
             part = vectors.get(name)
             if part is None:
                 what = f"space {self.space!r} needs the vectors of {name!r}, got None"
@@ -234,9 +234,8 @@ def as_heads(vectors: Heads | npt.NDArray) -> Heads:
 
 def width(dim: int, space: Space, clf_normalize: bool, has_bias: bool) -> int:
     """Width D' of the space for heads of width `dim`."""
-    num_heads = 2 if space == "both" else 1
     bias = has_bias and not clf_normalize and space != "de"
-    return num_heads * dim + int(bias)
+    return len(heads_of(space)) * dim + int(bias)
 
 
 def unit_rows(vectors_ND: Floats) -> Floats:
@@ -287,10 +286,7 @@ class PairScores:
     @classmethod
     def of(cls, matrix_BL: csr_matrix) -> PairScores:
         """Scores from the stored entries of a matrix with sorted indices."""
-        num_labels_B = np.diff(matrix_BL.indptr)
-        first_N = np.repeat(first_keys(*matrix_BL.shape), num_labels_B)
-        key_N = first_N + matrix_BL.indices
-        return cls(key_N, matrix_BL.data.astype(np.float32), matrix_BL.shape)
+        return cls(keys_of(matrix_BL), matrix_BL.data.astype(np.float32), matrix_BL.shape)
 
     def relative(self) -> PairScores:
         """Scores divided by the query's largest score; all must be positive."""
@@ -347,7 +343,7 @@ class Candidates:
 
     def best(self, score_P: Floats, k: int) -> Ranked:
         """The k candidates of each query with the largest scores; ties are ordered by label row."""
-        begin_B = np.searchsorted(self.query_P, np.arange(self.num_queries + 1))
+        begin_B = first_of_each(self.query_P, self.num_queries)
         place_BK = largest_of_each(begin_B, score_P, k)
         return Ranked(
             rows=at_places(self.label_P, place_BK, -1),
@@ -356,9 +352,7 @@ class Candidates:
         )
 
 
-def candidate_keys(
-    found_BC: Rows, voted: Rows, num_labels: int, excluded: Rows | None = None
-) -> Rows:
+def candidate_keys(found_BC: Rows, voted: Rows, num_labels: int, excluded: Rows | None) -> Rows:
     """Keys of the retrieved labels and of those with votes, ascending, without excluded pairs.
 
     If `found_BC` holds the heads' k best labels without excluded ones and `voted` every label with
@@ -371,9 +365,7 @@ def candidate_keys(
     return without(np.union1d(key_BC[found_BC >= 0], voted), excluded)
 
 
-def allowed_keys(
-    allowed: Rows, num_queries: int, num_labels: int, excluded: Rows | None = None
-) -> Rows:
+def allowed_keys(allowed: Rows, num_queries: int, num_labels: int, excluded: Rows | None) -> Rows:
     """Keys of the allowed labels (ascending rows) of each query, ascending, without excluded
     pairs.
     """
@@ -388,7 +380,7 @@ def without(key_P: Rows, excluded: Rows | None) -> Rows:
     return key_P[~np.isin(key_P, excluded)]
 
 
-def votes_alone(votes: PairScores, k: int, excluded: Rows | None = None) -> Ranked:
+def votes_alone(votes: PairScores, k: int, excluded: Rows | None) -> Ranked:
     """The k labels with the most votes; labels without votes are not returned."""
     candidates = Candidates.of(without(votes.key_N, excluded), votes)
     return candidates.best(candidates.votes_P, k)

@@ -33,7 +33,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from scipy.sparse import csr_matrix, diags, identity, vstack
 
-from unidec.data.raw import text_array
+from unidec.data.raw import joined_texts, text_array
 from unidec.model.words import WordSpace
 from unidec.ranking.heads import PairScores, unit_rows
 from unidec.ranking.index import LabelIndex
@@ -212,6 +212,29 @@ class Neighbours:
         others_LL.eliminate_zeros()
         own_LL = identity(self.num_labels, dtype=np.float32, format="csr")
         return csr_matrix(own_LL + others_LL)
+
+    def with_queries(
+        self, compared: Any, labels_ML: csr_matrix, uids: Any, titles: Any
+    ) -> Neighbours:
+        """These queries, followed by others.
+
+        Args:
+            compared: the others' vectors or words (`Voting.compared`). labels_ML: labels of all
+                queries. uids, titles: of the others.
+        """
+        if self.words is None:
+            own = unit_rows(compared).astype(np.float16)
+            vectors: Any = np.concatenate([self.vectors_MD, own])
+        else:
+            vectors = vstack([self.vectors_MD, compared], format="csr")
+        return Neighbours(
+            vectors,
+            labels_ML,
+            joined_texts(self.uids, uids),
+            joined_texts(self.titles, titles),
+            words=self.words,
+            label_words_LF=self.label_words_LF,
+        )
 
     def nearest(self, query_BD: Floats | csr_matrix, num: int) -> tuple[Floats, Rows]:
         """The voters with the largest cosine, best first; ties are ordered by row.

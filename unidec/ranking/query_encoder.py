@@ -21,10 +21,10 @@ import numpy.typing as npt
 from scipy.sparse import csr_matrix
 
 from unidec.cores import num_threads
-from unidec.data.chunks import length_chunks
+from unidec.data.chunks import length_chunks, offsets_of
 from unidec.data.tokens import TextTokenizer, Tokens, behind, load_tokenizer
 from unidec.errors import ArtifactError, ConfigError, UnidecError
-from unidec.model.arrays import GRAPH, INT8_GRAPH, ModelConfig, misfit, read_arrays
+from unidec.model.arrays import GRAPH, INT8_GRAPH, ModelConfig, heads_of, misfit, read_arrays
 from unidec.model.onnx_session import open_session, threads_of_int8
 from unidec.model.words import WordSpace, with_words
 from unidec.ranking.sparse import Floats
@@ -86,9 +86,7 @@ class ModelEncoder:
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Encode texts; raises DataError for a text that is not valid Unicode."""
         tokens = self._model.tokens(texts, "queries")
-        de_BD, clf_BD = self._model.encode_queries(
-            tokens, np.arange(len(texts)), batch_size=max(1, len(texts))
-        )
+        de_BD, clf_BD = self._model.encode_queries(tokens, batch_size=max(1, len(texts)))
         tokenizer = load_tokenizer(self._model.tokenizer_folder, self._model.max_length)
         return _encoded(tokens, tokenizer, self._words, de_BD, clf_BD)
 
@@ -132,12 +130,11 @@ class FastEncoder:
                 self._residual = [_linear(arrays, f"encoder.residual.{place}") for place in (0, 3)]
             self._normalize = about.settings.normalize
             self._heads: dict[str, Layer | None] = {}
-            for head in ("de", "clf"):
-                if about.heads in ("both", head):
-                    is_own = head == "de" and about.settings.query_head
-                    layer = "head_query.0" if is_own else f"head_{head}.0"
-                    projects = about.settings.projection
-                    self._heads[head] = _linear(arrays, layer) if projects else None
+            for head in heads_of(about.heads):
+                is_own = head == "de" and about.settings.query_head
+                layer = "head_query.0" if is_own else f"head_{head}.0"
+                projects = about.settings.projection
+                self._heads[head] = _linear(arrays, layer) if projects else None
             # encode a text of maximum length with the largest token id, to detect a misfit now and
             # not when such a query arrives
             longest = np.full(about.max_length, self._tokenizer.vocab_size - 1)
@@ -160,7 +157,7 @@ class FastEncoder:
     def _tokens(
         self, ids_F: npt.NDArray[Any], lengths_B: Sequence[int] | npt.NDArray[np.int64]
     ) -> Tokens:
-        offsets = np.cumsum([0, *lengths_B], dtype=np.int64)
+        offsets = offsets_of(lengths_B)
         tokenizer = self._tokenizer
         return Tokens(ids_F, offsets, tokenizer.vocab_size, tokenizer.pad_id, tokenizer.max_length)
 

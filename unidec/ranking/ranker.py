@@ -14,9 +14,10 @@ from typing import Annotated, Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from scipy.sparse import csr_matrix
 
+from unidec.config.section import Stored
 from unidec.ranking.fusion import FEWEST_CANDIDATES, RESCORE, Fusion, LabelEvidence
 from unidec.ranking.heads import (
     Candidates,
@@ -244,7 +245,7 @@ class Ranker:
         return Ranked(rows_BK, scores_BK)
 
 
-class Calibration(BaseModel):
+class Calibration(Stored):
     """Maps a score to the probability that a label with this score is relevant: points, as stored
     in bundle.json.
 
@@ -252,8 +253,6 @@ class Calibration(BaseModel):
         scores: strictly ascending, 1 to `MOST_POINTS`.
         probabilities: one for each score, non-decreasing.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     scores: Annotated[list[Score], Field(min_length=1, max_length=MOST_POINTS)]
     probabilities: Annotated[list[Probability], Field(max_length=MOST_POINTS)]

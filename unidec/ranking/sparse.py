@@ -22,6 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
+from unidec.data.chunks import offsets_of
+
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
 Rows = NDArray[np.int64]
@@ -51,6 +53,13 @@ def best_first(score_BC: Floats, row_BC: Rows, k: int) -> tuple[Floats, Rows]:
     order_BK = np.lexsort((row_BC, -score_BC), axis=1)[:, :k]
     best_BK = np.take_along_axis(score_BC, order_BK, axis=1)
     return best_BK, np.take_along_axis(row_BC, order_BK, axis=1)
+
+
+def first_of_each(group_P: Rows, num_groups: int) -> Rows:
+    """Index of the first entry of each group in `group_P`, which ascends, and at the end the number
+    of entries: int64 [groups + 1].
+    """
+    return np.searchsorted(group_P, np.arange(num_groups + 1))
 
 
 class Csr(NamedTuple):
@@ -130,7 +139,7 @@ def keep_largest(matrix: csr_matrix, num: int) -> csr_matrix:
     """A copy with only the `num` largest entries of each row; the first of equal values wins."""
     is_kept_N = np.zeros(matrix.nnz, dtype=bool)
     _mark_largest(Csr.of(matrix), num, is_kept_N)
-    before_N = np.concatenate([[0], np.cumsum(is_kept_N)])
+    before_N = offsets_of(is_kept_N)
     kept = (matrix.data[is_kept_N], matrix.indices[is_kept_N], before_N[matrix.indptr])
     return csr_matrix(kept, shape=matrix.shape)
 
@@ -252,7 +261,7 @@ class Postings:
         score_BK = np.zeros((num_queries, num), dtype=np.float32)
         row_BK = np.full(score_BK.shape, -1, dtype=np.int64)
         score_P = np.zeros(len(row_P), dtype=np.float32)
-        pairs = _Pairs(np.searchsorted(query_P, np.arange(num_queries + 1)), row_P, score_P)
+        pairs = _Pairs(first_of_each(query_P, num_queries), row_P, score_P)
         index = _Index(self._columns, self._num_rows)
         _search(queries, index, self._some_rows.sums, pairs, score_BK, row_BK)
         return score_BK, row_BK, score_P

@@ -133,8 +133,8 @@ class WordScores:
     by_queries: WordCosines
     count_L: Floats
     num_words_B: npt.NDArray[np.int64]
-    left_out_labels: PairScores | None = None
-    by_first_words: WordScores | None = None
+    left_out_labels: PairScores | None
+    by_first_words: WordScores | None
 
     @cached_property
     def most_votes(self) -> tuple[Floats, Rows]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response, Security
@@ -78,10 +79,11 @@ def create_app(
     _add_routes(app, routes)
     # the hot path without FastAPI's dependencies (80 of 200 us per request); FastAPI's own route
     # documents it
-    app.router.routes.insert(0, Route("/predict", routes.predict, methods=["POST"]))
-    app.router.routes.extend(page_routes())
-    paths = {getattr(route, "path", "") for route in app.router.routes}
-    free = frozenset({"/", "/healthz", "/readyz"}) | PAGE_PATHS
+    every_route = app.router.routes
+    every_route.insert(0, Route("/predict", routes.predict, methods=["POST"]))
+    every_route.extend(page_routes())
+    paths = {getattr(route, "path", "") for route in every_route}
+    free = frozenset({"/healthz", "/readyz"}) | PAGE_PATHS
     app.add_middleware(
         Guard,
         settings=settings,
@@ -101,56 +103,57 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
     bearer = HTTPBearer(scheme_name="key", auto_error=False)
     key = [Security(bearer)] if routes.has_key else []
 
-    def add(path: str, endpoint: Any, summary: str, model: Any, **options: Any) -> None:
-        responses = {200: {"model": model}} | options.pop("responses", {})
-        given: dict[str, Any] = {"response_class": JsonBytes, "dependencies": key} | options
-        app.add_api_route(path, endpoint, summary=summary, responses=responses, **given)
-
+    add = partial(
+        app.add_api_route,
+        response_class=JsonBytes,
+        response_model=schemas.Facts,
+        dependencies=key,
+    )
     models = routes.models
     add(
         "/predict",
         routes.predict,
-        "The best labels of each query",
-        schemas.PredictAnswer,
+        summary="The best labels of each query",
+        response_model=schemas.PredictAnswer,
         **_post(models.predict, schemas.PREDICT_EXAMPLE),
     )
     add(
         "/explain",
         routes.explain,
-        "The labels of one query, and where their scores come from",
-        schemas.Facts,
+        summary="The labels of one query, and where their scores come from",
         **_post(models.explain, schemas.EXPLAIN_EXAMPLE),
     )
     if routes.settings.feedback:
         add(
             "/feedback",
             routes.feedback,
-            "Mark a label as relevant or not for a query",
-            schemas.Facts,
+            summary="Mark a label as relevant or not for a query",
             responses=_FULL,
             **_post(models.feedback, schemas.FEEDBACK_EXAMPLE),
         )
-    add("/labels", routes.labels, "Search labels by prefix", schemas.Facts)
-    add("/labels/{uid:path}", routes.label, "A label", schemas.Facts)
+    add("/labels", routes.labels, summary="Search labels by prefix")
+    add("/labels/{uid:path}", routes.label, summary="A label")
     add(
         "/healthz",
         routes.healthz,
-        "Liveness: whether the process answers",
-        schemas.Facts,
+        summary="Liveness: whether the process answers",
         dependencies=[],
     )
     add(
         "/readyz",
         routes.readyz,
-        "Readiness: whether a model is loaded, and which",
-        schemas.Facts,
+        summary="Readiness: whether a model is loaded, and which",
         dependencies=[],
         responses=_NOT_READY,
     )
-    add("/version", routes.version, "Hashes, versions and runtime of the model", schemas.Facts)
-    add("/card", routes.card, "The model's card", schemas.Facts)
+    add("/version", routes.version, summary="Hashes, versions and runtime of the model")
+    add("/card", routes.card, summary="The model's card")
     add(
-        "/metrics", routes.metrics, "Metrics for Prometheus", None, response_class=PlainTextResponse
+        "/metrics",
+        routes.metrics,
+        summary="Metrics for Prometheus",
+        response_class=PlainTextResponse,
+        response_model=None,
     )
 
 

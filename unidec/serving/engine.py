@@ -51,12 +51,17 @@ class Identity:
     alias: str | None = None
     data: str | None = None
 
+    @property
+    def shown(self) -> dict[str, str | None]:
+        """The bundle as in answers."""
+        return {"sha256": self.sha256, "version": self.version}
+
 
 class Engine:
     """One loaded bundle with its encoder; thread-safe.
 
     Attributes:
-        identity, bundle, answerer: its parts. files: the bundle's files, which are mapped into
+        identity, bundle: its parts. files: the bundle's files, which are mapped into
         memory.
         runtime: runtime of the query encoder.
         model_json: {"sha256", "version"} as in answers. card: the answer to GET /card.
@@ -64,11 +69,10 @@ class Engine:
 
     def __init__(self, identity: Identity, answerer: Answerer, settings: Serve) -> None:
         self.identity = identity
-        self.answerer = answerer
         self.bundle: Bundle = answerer.bundle
         self.files = MappedFiles(self.bundle.path)
         self.runtime: str = answerer.encoder.name
-        self.model_json = orjson.dumps({"sha256": identity.sha256, "version": identity.version})
+        self.model_json = orjson.dumps(identity.shown)
         self.card: dict[str, Any] = {"model": asdict(identity), "runtime": self.runtime}
         self.card |= card(self.bundle, settings)
         self.answer: Callable[[Sequence[LabelQuery]], list[Prediction]] = answerer.answer

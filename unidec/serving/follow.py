@@ -28,9 +28,9 @@ from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.machine import available_host, give_back
 from unidec.serving.engine import Engine, Identity, Service
 from unidec.tracking.fetch import (
-    COPIES,
     Address,
     RegistryAway,
+    copy_of,
     fetch_bundle,
     last_known,
     note_known,
@@ -248,8 +248,8 @@ class Follower:
             elif not isinstance(error, RegistryAway):
                 self._refuse(version, error)
             self._problem(f"{on_a_line(error)}; serving {words_of(noted, self.source)}")
-            folder = COPIES / noted["sha256"][:16]
-            noted = {name: noted[name] for name in noted if name != "at"}
+            folder = copy_of(noted["sha256"])
+            noted.pop("at", None)
             return self._load_engine(Identity(**noted), folder)
         self._note_served(engine.identity)
         return engine
@@ -274,7 +274,7 @@ class Follower:
             self._looked = time.monotonic()
         if self._state["problem"] is not None:
             log.info("%s answers again", self.source)
-        self._state |= {"registry": "up", "problem": None, "wanted": _shown(found)}
+        self._state |= {"registry": "up", "problem": None, "wanted": found.shown}
         return found
 
     def _poll(self) -> None:
@@ -302,7 +302,7 @@ class Follower:
                 self._swapped(version)
 
     def _may_try(self, version: Identity) -> bool:
-        is_refused = _shown(version).items() <= (self._state["refused"] or {}).items()
+        is_refused = version.shown.items() <= (self._state["refused"] or {}).items()
         return not is_refused or time.monotonic() > self._refused + RETRY_SECONDS
 
     def _serve(self, engine: Engine) -> None:
@@ -333,7 +333,7 @@ class Follower:
                 got=version.version,
                 fix="register it with `unidec models register`",
             )
-        is_new = not (COPIES / version.sha256[:16]).is_dir()
+        is_new = not copy_of(version.sha256).is_dir()
         folder: Path = self._registry.fetch(version)
         if is_new:
             self._fetched.add(folder.resolve())
@@ -366,11 +366,11 @@ class Follower:
         return engine
 
     def _refuse(self, version: Identity, error: Exception) -> None:
-        why = without_credentials(str(error) if isinstance(error, UnidecError) else _named(error))
-        serving = self._current()
+        why = str(error) if isinstance(error, UnidecError) else _named(error)
+        why = without_credentials(why)[:_MAX_REASON]
         text = "version %s is refused, still serving %s: %s"
-        log.warning(text, version.version, serving, on_a_line(why[:_MAX_REASON]))
-        self._state["refused"] = _shown(version) | {"why": why[:_MAX_REASON]}
+        log.warning(text, version.version, self._current(), on_a_line(why))
+        self._state["refused"] = version.shown | {"why": why}
         self._state["refusals"] += 1
         self._refused = time.monotonic()
         self._clean_at = self._refused
@@ -407,7 +407,3 @@ def _sha256_of(engine: Engine | None) -> str | None:
 
 def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:_MAX_REASON]
-
-
-def _shown(identity: Identity) -> dict[str, str | None]:
-    return {"version": identity.version, "sha256": identity.sha256}

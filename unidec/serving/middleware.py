@@ -13,6 +13,7 @@ import hmac
 import ipaddress
 import logging
 import time
+from dataclasses import dataclass, field
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -32,34 +33,27 @@ _NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 _PREFIXES = ("/labels/", "/page/")  # requests below each prefix are counted together
 
 
+@dataclass
 class Guard:
     """ASGI middleware; the application finds the body in `scope[BODY]`.
 
-    Args:
+    Attributes:
         api_key: required on every path except those in `free`; None: never required.
         routes: paths by which requests are counted; others count as their prefix or as "other".
         hosts: names that the header Host may hold, besides IP addresses and localhost; None: any.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        settings: Serve,
-        metrics: Metrics,
-        api_key: str | None,
-        free: frozenset[str],
-        routes: frozenset[str],
-        hosts: frozenset[str] | None = None,
-    ) -> None:
-        self.app = app
-        self.settings = settings
-        self.metrics = metrics
-        self.free = free
-        self.routes = routes
-        self.hosts = hosts
-        self.seconds = settings.timeout_seconds
-        self.api_key = api_key.encode() if api_key else None
-        self.in_flight = 0
+    app: ASGIApp
+    settings: Serve
+    metrics: Metrics
+    api_key: str | None
+    free: frozenset[str]
+    routes: frozenset[str]
+    hosts: frozenset[str] | None
+    in_flight: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics.in_flight.set_function(lambda: self.in_flight)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -75,13 +69,13 @@ class Guard:
                 message["headers"].append(_NO_SNIFFING)
             await send(message)
 
-        self._count_in_flight(1)
+        self.in_flight += 1
         try:
             try:
                 await self._answer(scope, receive, counted_send)
             except RequestError as error:
                 self.metrics.error(error.kind)
-                await _refuse(error, receive, counted_send, self.seconds)
+                await _refuse(error, receive, counted_send, self.settings.timeout_seconds)
         except Exception as error:
             # uvloop's message if the client reset the connection
             if isinstance(error, ClientGone) or "handler is closed" in str(error):
@@ -102,14 +96,10 @@ class Guard:
             )
             await _refuse(failed, receive, counted_send, 0)
         finally:
-            self._count_in_flight(-1)
+            self.in_flight -= 1
             route = self._route(scope["path"])
             self.metrics.requests.labels(route, str(status)).inc()
             self.metrics.request_seconds.labels(route).observe(time.perf_counter() - begun)
-
-    def _count_in_flight(self, change: int) -> None:
-        self.in_flight += change
-        self.metrics.in_flight.set(self.in_flight)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
@@ -126,7 +116,7 @@ class Guard:
                 close=True,
             )
         if self.api_key is not None and scope["path"] not in self.free:
-            self._check_key(headers, self.api_key)
+            self._check_key(headers, self.api_key.encode())
         if self.in_flight > self.settings.max_connections:
             raise RequestError(
                 503,
@@ -165,7 +155,7 @@ class Guard:
         declared = int(headers.get(b"content-length", 0))
         self._check_size(declared, f"{declared} bytes")
         try:
-            async with asyncio.timeout(self.seconds):
+            async with asyncio.timeout(self.settings.timeout_seconds):
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -180,7 +170,7 @@ class Guard:
                 "the body did not arrive in time",
                 where="body",
                 got=f"{len(body)} bytes",
-                expected=f"all of it within {self.seconds:g} s",
+                expected=f"all of it within {self.settings.timeout_seconds:g} s",
                 fix="send the whole body within the limit",
                 close=True,
             ) from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import orjson
@@ -284,13 +285,7 @@ def explain_json(model: bytes, explanation: Explanation) -> bytes:
 
 def _near(near: TrainingQuery) -> dict[str, Any]:
     labels = [{"uid": uid, "title": title} for uid, title in near.labels[:LABELS_SHOWN]]
-    return {
-        "uid": near.uid,
-        "title": near.title,
-        "cosine": near.cosine,
-        "vote": near.vote,
-        "labels": labels,
-    }
+    return asdict(near) | {"labels": labels}
 
 
 def _facts(prediction: Prediction) -> dict[str, Any]:

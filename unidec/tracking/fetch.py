@@ -16,13 +16,12 @@ import sqlite3
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unidec.addresses import without_credentials
 from unidec.data.file_lock import lock_file
-from unidec.data.json_file import read_json_object
+from unidec.data.json_file import read_json_object, time_now
 from unidec.data.storage import text_sha256, write_json
 from unidec.errors import ArtifactError, ConfigError, UnidecError
 from unidec.tracking.promotion import known_version, version_of
@@ -123,7 +122,7 @@ def bundle_folder(source: str) -> Path:
         noted = last_known(uri, source)
         if noted is None:
             raise
-        found = COPIES / noted["sha256"][:16]
+        found = copy_of(noted["sha256"])
         if not _is_whole(found, noted["sha256"]):
             raise
         log.warning("%s; using %s", on_a_line(error), words_of(noted, source))
@@ -197,15 +196,14 @@ def note_known(uri: str, source: str, facts: Mapping[str, Any]) -> None:
     Raises:
         ArtifactError, OSError: it cannot be written.
     """
-    at = datetime.now(UTC).isoformat(timespec="seconds")
-    write_json(_note(uri, source), {**facts, "at": at})
+    write_json(_note(uri, source), {**facts, "at": time_now()})
 
 
 def last_known(uri: str, source: str) -> dict[str, Any] | None:
     """The last record of `note_known`, if the bundle's copy exists; its files are not checked."""
     noted = read_json_object(_note(uri, source))
     sha256 = str(noted.get("sha256"))
-    is_there = re.fullmatch("[0-9a-f]+", sha256) and (COPIES / sha256[:16]).is_dir()
+    is_there = re.fullmatch("[0-9a-f]+", sha256) and copy_of(sha256).is_dir()
     return noted if is_there else None
 
 
@@ -213,6 +211,11 @@ def words_of(noted: Mapping[str, Any], source: str) -> str:
     """The recorded version in words: its number, and when the registry named it."""
     at = noted.get("at", "an unknown time")
     return f"version {noted.get('version')}, which {source} named at {at}"
+
+
+def copy_of(sha256: str) -> Path:
+    """Folder of the copy of the registered bundle with this hash."""
+    return COPIES / sha256[:16]
 
 
 def on_a_line(error: object) -> str:
@@ -228,7 +231,7 @@ def fetch_by_hash(model_name: str, sha256: str) -> Path:
         ArtifactError: the registry does not have it, or its files are damaged.
         MlflowException: the registry does not answer.
     """
-    target = COPIES / sha256[:16]
+    target = copy_of(sha256)
     if _is_whole(target, sha256):
         return target
     uri = tracking_uri()

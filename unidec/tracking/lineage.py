@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from unidec.data.storage import MANIFEST, folder_sha256
 from unidec.errors import ConfigError
-from unidec.metric_names import shown
+from unidec.metric_names import shown, without_at
 from unidec.text_page import render_text
 from unidec.tracking.fetch import parse_address
 from unidec.tracking.promotion import aliases, all_versions, known_version
@@ -32,7 +32,6 @@ from unidec.tracking.provenance import (
 )
 from unidec.tracking.registry import HASH_TAG, bundle_hash
 from unidec.tracking.restore import RestorePoint, own_commit, restore_point
-from unidec.tracking.run import metric_name
 from unidec.tracking.store import UnlessMissing, open_client
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ class DataUse:
     through: str | None
 
 
-def lineage(source: str | os.PathLike[str], *, model_name: str = "unidec") -> list[Version]:
+def lineage(source: str | os.PathLike[str], *, model_name: str) -> list[Version]:
     """A model, the version it started from, and so on, back to one trained from scratch or from a
     deleted version.
 
@@ -119,7 +118,7 @@ def lineage(source: str | os.PathLike[str], *, model_name: str = "unidec") -> li
     return found
 
 
-def models_of_data(prefix: str, *, model_name: str = "unidec") -> list[DataUse]:
+def models_of_data(prefix: str, *, model_name: str) -> list[DataUse]:
     """The versions that were made from some data, newest first.
 
     Args:
@@ -251,7 +250,7 @@ def _metrics(client: MlflowClient, version: ModelVersion) -> dict[str, float]:
     with UnlessMissing():  # the run may have been deleted
         if not found and version.run_id:
             logged = client.get_run(version.run_id).data.metrics
-            found = {name: logged.get(f"test/{metric_name(name)}") for name in shown("list")}
+            found = {name: logged.get(f"test/{without_at(name)}") for name in shown("list")}
     return {name: found[name] for name in shown("list") if found.get(name) is not None}
 
 

@@ -15,13 +15,13 @@ import getpass
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unidec.addresses import without_credentials
 from unidec.config import nearest
 from unidec.data.file_lock import lock_file
+from unidec.data.json_file import time_now
 from unidec.errors import ConfigError, Refused
 from unidec.metric_names import shown
 from unidec.tracking.provenance import is_clean
@@ -314,6 +314,5 @@ def _one_at_a_time(model_name: str) -> Iterator[tuple[MlflowClient, bool]]:
 
 
 def _record(what: str, reason: str) -> dict[str, str]:
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    facts = {"at": now, "by": getpass.getuser(), "reason": without_credentials(reason)}
+    facts = {"at": time_now(), "by": getpass.getuser(), "reason": without_credentials(reason)}
     return {f"{what}.{name}": fact for name, fact in facts.items()}

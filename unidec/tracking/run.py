@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from unidec.addresses import without_credentials
 from unidec.data.json_file import json_object, read_json_object
 from unidec.data.storage import write_json
+from unidec.metric_names import without_at
 from unidec.tracking.once import create_once
 from unidec.tracking.process_alive import is_alive, this_process
 from unidec.tracking.store import (
@@ -351,11 +352,6 @@ def _warned() -> Iterator[None]:
         log.warning("not recorded for the tracking store: %s", error)
 
 
-def metric_name(name: str) -> str:
-    """A metric's name for MLflow, which allows no "@": "P@1" -> "P_at_1"."""
-    return name.replace("@", "_at_")
-
-
 def tracking_state(run_dir: Path) -> dict[str, Any]:
     """The contents of a training folder's `tracking.json`; {} if it is missing or damaged."""
     return read_json_object(run_dir / STATE)
@@ -404,7 +400,7 @@ def _without_credentials(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _named(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {metric_name(name): float(value) for name, value in metrics.items()}
+    return {without_at(name): float(value) for name, value in metrics.items()}
 
 
 def _now_ms() -> int:

@@ -24,7 +24,7 @@ from urllib.parse import quote
 from unidec.addresses import parse, without_credentials
 from unidec.data.file_lock import lock_file
 from unidec.errors import ArtifactError, ConfigError, UnidecError, missing_package
-from unidec.metric_names import shown
+from unidec.metric_names import shown, without_at
 from unidec.surroundings import reach_local_servers
 from unidec.tracking.relocation import ARTIFACTS, artifacts_uri, follow_database
 
@@ -61,7 +61,7 @@ def _view_state() -> dict[str, Any]:
     return {
         "orderByKey": "attributes.start_time",
         "orderByAsc": False,
-        "selectedColumns": [f"metrics.`{name}`".replace("@", "_at_") for name in names],
+        "selectedColumns": [without_at(f"metrics.`{name}`") for name in names],
     }
 
 

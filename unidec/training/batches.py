@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -88,48 +89,39 @@ class TrainingTexts:
         return [("labels", self.tokens["labels"], labels)] if len(labels) else []
 
 
+@dataclass
 class Batches:
     """Prepares batches from row numbers of training rows.
 
-    Args:
+    Attributes:
         pairs: the training rows and their pairs.
         build: puts texts on the device; device: the targets' device.
         inverse_L: float64 [L], from `inverse_propensities`.
-
-    Attributes:
-        sampler: draws pools of labels.
     """
 
-    def __init__(
-        self,
-        settings: TrainingSettings,
-        texts: TrainingTexts,
-        pairs: TrainingPairs,
-        methods: Methods,
-        *,
-        build: InputBuilder,
-        device: torch.device,
-        ranks: Ranks = ALONE,
-        inverse_L: np.ndarray | None = None,
-    ):
-        pool = settings.pool
-        self.settings = settings
-        self.texts = texts
-        self.pairs = pairs
-        self.methods = methods
-        self.build = build
-        self.device = device
-        self.ranks = ranks
-        self.inverse_L = inverse_L
-        self.sampler = PoolSampler(
-            pairs.relevance,
-            pairs.filter_pairs,
+    settings: TrainingSettings
+    texts: TrainingTexts
+    pairs: TrainingPairs
+    methods: Methods
+    _: KW_ONLY
+    build: InputBuilder
+    device: torch.device
+    ranks: Ranks = ALONE
+    inverse_L: np.ndarray | None = None
+
+    @cached_property
+    def sampler(self) -> PoolSampler:
+        """Draws pools of labels."""
+        pool = self.settings.pool
+        return PoolSampler(
+            self.pairs.relevance,
+            self.pairs.filter_pairs,
             beta=pool.beta,
             eta=pool.eta,
             size=pool.size,
-            seed=settings.seed,
+            seed=self.settings.seed,
             fill=pool.fill,
-            weight_L=inverse_L if pool.positives == "tail" else None,
+            weight_L=self.inverse_L if pool.positives == "tail" else None,
         )
 
     @property
@@ -227,17 +219,18 @@ class Batches:
         self, drawn: Drawn, own_labels: np.ndarray, further: np.ndarray
     ) -> tuple[TextParts, TextCounts]:
         """The texts that this rank encodes, and the counts of all ranks' texts."""
-        label_texts = self.texts.parts if self.pairs.labels_are_texts else self.texts.of_labels
-        others = self.texts.of_queries(further) if len(further) else []
-        rows_B = drawn.pool.rows_B
-        own_rows = self.ranks.own(rows_B)
-        own_queries = self.texts.parts(own_rows)
+        texts = self.texts
+        label_texts = texts.parts if self.pairs.labels_are_texts else texts.of_labels
+        others = texts.of_queries(further) if len(further) else []
+        queries = texts.parts(drawn.pool.rows_B)
+        own_rows = self.ranks.own(drawn.pool.rows_B)
+        own_queries = texts.parts(own_rows)
         if self.methods.texts is not None:
             # drawn for the queries of all ranks, so that their number does not matter
-            source, tokens, places = self.methods.texts.apply(self.texts.parts(rows_B), drawn)
+            source, tokens, places = self.methods.texts.apply(queries, drawn)
             own_queries = [(source, tokens, self.ranks.own(places))]
         own_texts = own_queries + label_texts(own_labels) + others
-        all_texts = self.texts.parts(rows_B) + label_texts(drawn.encoded) + others
+        all_texts = queries + label_texts(drawn.encoded) + others
         lengths = [tokens.lengths(rows) for _, tokens, rows in all_texts]
         counts = TextCounts(
             own_queries=len(own_rows),

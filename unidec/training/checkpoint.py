@@ -16,7 +16,6 @@ Readers take the newest complete checkpoint."""
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import shutil
 import time
@@ -37,6 +36,7 @@ from unidec.data.storage import (
     file_sha256,
     read_json,
     read_manifest,
+    text_sha256,
     write_bytes_atomic,
     write_folder,
 )
@@ -299,11 +299,11 @@ def _rows_name(rank: int) -> str:
 
 def write_dense(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
     """Write the dense tensors and the state, and return the files' hashes by name."""
-    state = (json.dumps(checkpoint.state, sort_keys=True) + "\n").encode()
-    (folder / "state.json").write_bytes(state)
+    state = json.dumps(checkpoint.state, sort_keys=True) + "\n"
+    (folder / "state.json").write_text(state, encoding="utf-8")
     return {
         "dense.safetensors": write_tensors(folder / "dense.safetensors", checkpoint.dense),
-        "state.json": hashlib.sha256(state).hexdigest(),
+        "state.json": text_sha256(state),
     }
 
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unidec.data.chunks import blocks
+from unidec.data.chunks import blocks, offsets_of
 from unidec.model.pool import num_clusters
 from unidec.model.search import finite_matrix
 from unidec.progress import progress
@@ -96,7 +96,7 @@ def balanced_clusters(
         sizes.append(np.diff(offsets))
         total += objective * len(part_P)
     order_N = ranks.share_array(np.concatenate(parts))
-    offsets = ranks.share_array(_offsets(np.concatenate(sizes)))
+    offsets = ranks.share_array(offsets_of(np.concatenate(sizes)))
     return Clusters(order_N, offsets, ranks.share(total / max(num_points, 1)))
 
 
@@ -113,7 +113,7 @@ def _clusters_in_memory(unit_ND: Tensor, keys: Iterable[list[int]]) -> Clusters:
     column_M = torch.arange(slot_CM.shape[1], device=device)
     is_filled_CM = column_M < size_C.unsqueeze(1)
     order_N = slot_CM[is_filled_CM].cpu().numpy()
-    return Clusters(order_N, _offsets(size_C.cpu().numpy()), objective)
+    return Clusters(order_N, offsets_of(size_C.cpu().numpy()), objective)
 
 
 def _cut(
@@ -125,7 +125,8 @@ def _cut(
     """The halves of a part, ascending positions among all points; the first half is the larger one
     if the size is odd.
     """
-    step = -(-len(part_P) // SAMPLE)
+    num_points = len(part_P)
+    step = -(-num_points // SAMPLE)
     sample_S = part_P[::step]
     sample_SD = _unit_vectors(vectors_ND[sample_S], device, sample_S)
     size_1 = torch.tensor([len(sample_SD)], device=sample_SD.device)
@@ -133,18 +134,13 @@ def _cut(
     order_1S, _ = _split_level(sample_SD.unsqueeze(0), size_1, draw_12)
     half_S = order_1S[0].split((len(sample_SD) + 1) // 2)
     first_D, second_D = (F.normalize(sample_SD[half].sum(0), dim=0) for half in half_S)
-    score_P = np.empty(len(part_P), dtype=np.float32)
-    for some in blocks(len(part_P), SAMPLE):
+    score_P = np.empty(num_points, dtype=np.float32)
+    for some in blocks(num_points, SAMPLE):
         unit_BD = _unit_vectors(vectors_ND[part_P[some]], device, part_P[some])
         score_P[some] = (unit_BD @ (first_D - second_D)).cpu().numpy()
     order_P = np.argsort(-score_P, kind="stable")
-    num_first = (len(part_P) + 1) // 2
+    num_first = (num_points + 1) // 2
     return [np.sort(part_P[half_P]) for half_P in np.split(order_P, [num_first])]
-
-
-def _offsets(sizes: np.ndarray) -> np.ndarray:
-    """Where each cluster begins, int64 [C + 1]."""
-    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
 def _split(
@@ -175,7 +171,7 @@ def _split(
 
 
 def _unit_vectors(
-    vectors_ND: np.ndarray, device: str | torch.device | None, rows_N: np.ndarray | None = None
+    vectors_ND: np.ndarray, device: str | torch.device | None, rows_N: np.ndarray | None
 ) -> Tensor:
     """Vectors float32 of unit length; `rows_N`: their numbers for an error, if not 0 to N - 1."""
     tensor = finite_matrix(vectors_ND, "vectors to cluster", device, rows_N)

@@ -67,7 +67,7 @@ class Ranks:
     _failures: list[RuntimeError] = field(default_factory=list)
 
     @classmethod
-    def from_environment(cls, device: str = "auto") -> Ranks:
+    def from_environment(cls, device: str) -> Ranks:
         """Connect the ranks that `torchrun` started (RANK, WORLD_SIZE, LOCAL_RANK); without
         torchrun: this process alone.
 
@@ -84,16 +84,16 @@ class Ranks:
         if world == 1:
             return ALONE
         backend = "gloo"
-        if choose_device(device).type == "cuda":
-            local = int(os.environ.get("LOCAL_RANK", "0"))
-            if local >= torch.cuda.device_count():
+        own_device = choose_device(device)
+        if own_device.type == "cuda":
+            if own_device.index >= torch.cuda.device_count():
                 raise ConfigError(
                     "more processes than GPUs on this machine",
                     where="run.devices",
-                    got=local + 1,
+                    got=own_device.index + 1,
                     expected=f"at most {torch.cuda.device_count()}",
                 )
-            torch.cuda.set_device(local)
+            torch.cuda.set_device(own_device)
             backend = "nccl"
         with _lost_rank():
             if not dist.is_initialized():
@@ -170,7 +170,9 @@ class Ranks:
         """
         if self.alone:
             return x_RD
-        return _Gather.apply(x_RD, self, list(sizes))
+        parts = list(self._gather(x_RD, sizes).split(list(sizes)))
+        parts[self.rank] = x_RD  # with its graph
+        return torch.cat(parts)
 
     def data_parallel(self, encoder: nn.Module, no_texts: Any) -> nn.Module:
         """The encoder wrapped in torch's DistributedDataParallel: a backward pass through its
@@ -207,8 +209,7 @@ class Ranks:
         with self.exchanging():
             parallel(no_texts).sum().backward()
         encoder.train(was_training)
-        for parameter in trained:
-            parameter.grad = None
+        encoder.zero_grad()
         return parallel
 
     @contextlib.contextmanager
@@ -242,7 +243,7 @@ class Ranks:
         return work.get_future().then(total)
 
     def sum_gradients(
-        self, parameters: Sequence[torch.nn.Parameter], complete: Collection[Tensor] = ()
+        self, parameters: Sequence[torch.nn.Parameter], complete: Collection[Tensor]
     ) -> None:
         """Add up the ranks' gradients of replicated parameters.
 
@@ -336,7 +337,8 @@ class Ranks:
         self.all_reduce(counts, group)
         return counts.tolist()
 
-    def _gather(self, x_RD: Tensor, sizes: list[int]) -> Tensor:
+    def _gather(self, x_RD: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Rows of all ranks, without a graph."""
         padded = x_RD.new_zeros(max(sizes), x_RD.shape[1])
         padded[: len(x_RD)] = x_RD.detach()
         parts = [torch.empty_like(padded) for _ in sizes]
@@ -389,20 +391,6 @@ class Ranks:
         """Leave the process group."""
         if not self.alone:
             dist.destroy_process_group()
-
-
-class _Gather(torch.autograd.Function):
-    """The rows of all ranks; backward returns the slice of this rank's rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, ranks: Ranks, sizes: list[int]) -> Tensor:
-        ctx.begin = sum(sizes[: ranks.rank])
-        ctx.count = len(x_RD)
-        return ranks._gather(x_RD, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad_GD: Tensor) -> tuple[Tensor, None, None]:
-        return grad_GD[ctx.begin : ctx.begin + ctx.count], None, None
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ Legend: n texts, D width of a head, W width of the encoder.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,12 @@ class Encoding:
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which steps compute."""
         return autocast(self.device, self.amp)
+
+    def clock(self) -> float:
+        """Processor time (on a GPU wall time), in seconds."""
+        if self.device.type == "cpu":
+            return time.process_time()
+        return time.perf_counter()
 
     def outputs(self, name: str, rows: np.ndarray) -> Tensor:
         """The encoder's outputs of texts without dropout, [n, W]."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -10,23 +13,24 @@ from unidec.training.distributed import Ranks
 from unidec.training.optim import Optimisers
 
 
+@dataclass
 class Gradients:
     """Gradients of a model's parameters and tables.
 
-    Args:
+    Attributes:
         parallel: the encoder whose gradients are summed during the backward pass, with several
             ranks and a transformer that trains; else None.
     """
 
-    def __init__(
-        self, model: UniDEC, optimisers: Optimisers, ranks: Ranks, parallel: torch.nn.Module | None
-    ):
-        self.model = model
-        self.optimisers = optimisers
-        self.ranks = ranks
-        self.parallel = parallel
-        summed = set(parallel.parameters()) if parallel is not None else set()
-        self._summed_after = [p for p in optimisers.dense if p not in summed]
+    model: UniDEC
+    optimisers: Optimisers
+    ranks: Ranks
+    parallel: torch.nn.Module | None
+
+    @cached_property
+    def _summed_after(self) -> list[torch.nn.Parameter]:
+        summed = set(self.parallel.parameters()) if self.parallel is not None else set()
+        return [p for p in self.optimisers.dense if p not in summed]
 
     def complete(self) -> Tensor:
         """Add up gradients over the ranks, and return the norm of all gradients, 0-d."""

@@ -19,7 +19,7 @@ from unidec.code import code_sha256
 from unidec.config import keys_deciding, value_at, what_decides
 from unidec.data import tokens
 from unidec.data.dataset import XMCDataset
-from unidec.data.storage import files_sha256, folder_sha256, read_manifest
+from unidec.data.storage import folder_sha256, manifest_sha256, read_manifest
 from unidec.data.tokens import TokenCache
 from unidec.errors import ConfigError
 from unidec.model.weights import start_sha256
@@ -66,8 +66,7 @@ def run_identity(
     identity["data"] = dataset.sha256
     for name, cache in (("queries", query_tokens), ("labels", label_tokens)):
         manifest = read_manifest(cache.path, tokens.KIND, tokens.VERSION, verify=False)
-        hashes = {file: entry["sha256"] for file, entry in manifest["files"].items()}
-        identity[f"tokens.{name}"] = files_sha256(hashes)
+        identity[f"tokens.{name}"] = manifest_sha256(manifest)
     identity["tokenizer"] = str(query_tokens.meta.get("tokenizer_sha256"))
     deciding = ["training"]
     if value_at(parameters, "teacher.words"):  # the code that ranks computes the targets

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from unidec.data.chunks import blocks
+from unidec.data.chunks import blocks, groups_of
 from unidec.data.storage import load_array
 from unidec.data.tensor_file import open_tensors
 from unidec.data.tokens import Tokens
@@ -85,7 +85,7 @@ def document_frequency(
     for some in blocks(len(rows), TEXTS_AT_ONCE):
         flat, offsets = tokens.ragged(rows[some])
         flat, lengths = features(flat, np.diff(offsets))
-        text = np.repeat(np.arange(len(lengths)), lengths)
+        text = groups_of(lengths)
         once = np.unique(text * vocab + flat)  # each feature of a text once
         frequency_V += np.bincount(once % vocab, minlength=vocab)
     return frequency_V
@@ -109,9 +109,8 @@ def cluster_labels(model: UniDEC, label_LD: np.ndarray, size: int, seed: int, ra
     at most `size`.
     """
     made = balanced_clusters(label_LD, size, seed, model.device, ranks)
-    sizes = np.diff(made.offsets)
     cluster_L = np.empty(len(label_LD), dtype=np.int64)
-    cluster_L[made.order_N] = np.repeat(np.arange(len(sizes)), sizes)
+    cluster_L[made.order_N] = groups_of(np.diff(made.offsets))
     model.get_buffer(LABEL_CLUSTER).copy_(torch.from_numpy(cluster_L))
 
 

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from unidec.config import Mining
 from unidec.data.chunks import blocks
+from unidec.data.csr import keys_of, pattern
 from unidec.model.faiss_library import faiss_module
-from unidec.model.pool import row_entries
 from unidec.model.search import exact_search, labels_that_fit, query_block, recall
 from unidec.progress import progress
 from unidec.training.distributed import ALONE, Ranks
@@ -108,10 +108,11 @@ def mine_hard_negatives(
     block = query_block(num_labels, BLOCK)
     exact: Search = partial(exact_search, label_LD=label, block=block, device=device)
     search = faiss_search(label) if approximate else exact
-    excluded = _pattern(relevance) + _pattern(filter_pairs)
+    excluded = pattern(relevance, np.int8) + pattern(filter_pairs, np.int8)
     first, end = ranks.part(-(-len(query_nD) // block))  # each rank mines whole blocks
-    own_n = rows_n[first * block : end * block]
-    own_nD = query_nD[first * block : end * block]
+    own = slice(first * block, end * block)
+    own_n = rows_n[own]
+    own_nD = query_nD[own]
     mined_nH = np.empty((len(own_n), num_negatives), dtype=np.int32)
     own_sums = np.zeros((1, 2))
     desc = f"mine hard negatives ({'faiss' if approximate else 'exact'})"
@@ -175,23 +176,14 @@ def faiss_search(label: Tensor) -> Search:
             bar.update(len(some_LD))
 
     def search(query: np.ndarray, k: int, exclude: sp.csr_matrix) -> tuple[np.ndarray, np.ndarray]:
-        rows_B = np.arange(len(query))
-        row_E, label_E, _ = row_entries(exclude, rows_B)
         # enough labels that k remain without the excluded ones
-        most_excluded = int(np.bincount(row_E).max(initial=0))
+        most_excluded = int(np.diff(exclude.indptr).max(initial=0))
         query = np.ascontiguousarray(query, np.float32)
         score, nearest = index.search(query, k + most_excluded)
-        key = rows_B[:, None] * num_labels + nearest
-        is_excluded = np.isin(key, row_E * num_labels + label_E)
-        removed = is_excluded | (nearest < 0)
+        key = np.arange(len(query))[:, None] * num_labels + nearest
+        removed = np.isin(key, keys_of(exclude)) | (nearest < 0)
         score[removed] = -np.inf
         nearest[removed] = -1
         return score, nearest
 
     return search
-
-
-def _pattern(matrix: sp.csr_matrix) -> sp.csr_matrix:
-    """The matrix with value 1 for each stored entry, including stored zeros."""
-    ones = np.ones(len(matrix.indices), np.int8)
-    return sp.csr_matrix((ones, matrix.indices, matrix.indptr), matrix.shape)

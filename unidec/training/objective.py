@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -31,31 +32,23 @@ from unidec.model.unidec import UniDEC
 from unidec.training.distributed import Ranks
 
 
+@dataclass
 class Objective:
     """The losses of a model; with several ranks each computes the full loss.
 
-    Args:
+    Attributes:
         seed: decides the random numbers that a loss draws.
         methods: what the recipe's methods change and add.
         autocast: returns the context in which heads and products compute.
     """
 
-    def __init__(
-        self,
-        settings: Loss,
-        model: UniDEC,
-        methods: Methods,
-        *,
-        seed: int,
-        ranks: Ranks,
-        autocast: Callable[[], AbstractContextManager[Any]],
-    ):
-        self.settings = settings
-        self.model = model
-        self.methods = methods
-        self.seed = seed
-        self.ranks = ranks
-        self.autocast = autocast
+    settings: Loss
+    model: UniDEC
+    methods: Methods
+    _: KW_ONLY
+    seed: int
+    ranks: Ranks
+    autocast: Callable[[], AbstractContextManager[Any]]
 
     def losses(self, x_BW: Tensor, batch: Prepared, step: int) -> dict[str, Tensor]:
         """Weighted losses of the heads: balance * L_D, (1 - balance) * (L_C + clf_bce * BCE), each

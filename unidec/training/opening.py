@@ -6,7 +6,6 @@ Legend: L labels, D width of a head.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -19,12 +18,11 @@ import scipy.sparse as sp
 import torch
 
 from unidec.config import TrainingSettings
-from unidec.cores import keep_freed_memory
 from unidec.data.dataset import XMCDataset
-from unidec.data.json_file import read_json_lines
-from unidec.data.storage import write_bytes_atomic
+from unidec.data.json_file import read_json_lines, write_json_lines
 from unidec.data.tokens import TokenCache
 from unidec.errors import ArtifactError, ConfigError
+from unidec.machine import keep_freed_memory
 from unidec.methods.assembly import additions, changed_pairs, chosen_methods, rows_of
 from unidec.methods.teacher import TeacherVectors
 from unidec.methods.word_teacher import WordTargets
@@ -131,14 +129,15 @@ def open_training(
         label_graph=data.label_graph,
     )
     checkpoint = _newest(model, place, identity, accept)
+    state: dict[str, Any] = {}
     if checkpoint is not None:
+        state = checkpoint.state
         _restore(checkpoint, model, optimisers, place.run_dir)
     else:
         _start_rows(settings, encoding, data, rows, start)
         if size := settings.model.labels_a_cluster:
             label_LD = encoding.vectors_of(texts.of_labels(np.arange(model.num_labels)))
             cluster_labels(model, label_LD, size, settings.seed, ranks)
-    state = checkpoint.state if checkpoint is not None else {}
     if ranks.is_first:
         _drop_later_lines(place.run_dir, state)
     methods, pairs = chosen_methods(
@@ -286,18 +285,19 @@ def _start_rows(
     start: Start | None,
 ) -> None:
     """Initialise the classifier's rows."""
+    encode_labels = partial(encoding.outputs, "labels")
     if start is not None:
         uids = data.dataset.labels["uid"]
         take_rows(
             encoding.model,
             start,
             uids,
-            partial(encoding.outputs, "labels"),
+            encode_labels,
             keep=settings.keep,
             holds_text=rows.holds_text,
         )
     elif not rows.holds_text:  # otherwise the table starts at 0
-        start_table(encoding.model, partial(encoding.outputs, "labels"))
+        start_table(encoding.model, encode_labels)
 
 
 def _parallel(model: UniDEC, batches: Batches, ranks: Ranks) -> torch.nn.Module | None:
@@ -321,5 +321,4 @@ def _keep_lines(path: Path, key: str, last: int) -> None:
     """Keep the lines whose `key` is at most `last`."""
     if path.is_file():
         lines = read_json_lines(path)
-        kept = [json.dumps(line) + "\n" for line in lines if line[key] <= last]
-        write_bytes_atomic(path, "".join(kept).encode())
+        write_json_lines(path, [line for line in lines if line[key] <= last])

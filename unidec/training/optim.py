@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -37,10 +38,11 @@ _MIXING = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (
 State = dict[str, Tensor]  # an optimiser's state by name
 
 
+@dataclass
 class RowOptimiser:
     """Gradient descent without state: w -= lr g. Subclasses override `columns` and `update`.
 
-    Args:
+    Attributes:
         table: also holds the optimiser's state (`RowTable.state`).
         lr: base learning rate.
         seed: with the step's number decides how rows in bfloat16 are rounded.
@@ -50,11 +52,13 @@ class RowOptimiser:
     # state by name: one value for each entry (True) or for each row (False)
     columns: ClassVar[dict[str, bool]] = {}
 
-    def __init__(self, table: RowTable, lr: float, seed: int | str = 0, decay: float = 0.0):
-        self.table = table
-        self.lr = lr
-        self.seed = seed
-        self.decay = decay
+    table: RowTable
+    lr: float
+    seed: int | str = 0
+    decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        table = self.table
         width = table.weight.shape[1]
         for name, wide in self.columns.items():
             shape = (width,) if wide else ()
@@ -117,10 +121,6 @@ class RowAdam(RowOptimiser):
 
     columns: ClassVar = {"first": True, "second": True}
 
-    def __init__(self, table: RowTable, lr: float, seed: int | str = 0, decay: float = 0.0):
-        super().__init__(table, lr, seed, decay)
-        self._count = torch.zeros((), dtype=torch.float32, device=table.device)
-
     def update(
         self,
         weight: Tensor,
@@ -132,14 +132,15 @@ class RowAdam(RowOptimiser):
         scale: Tensor,
         failed: Tensor | None,
     ) -> None:
-        self._count.fill_(step - 1)
+        # created on the device: the host would wait for the copy of a Python number
+        num_steps = torch.full((), step - 1, dtype=torch.float32, device=weight.device)
         adamw(  # one pass over gradient, moments and weight
             params=[weight],
             grads=[grad.mul_(scale)],
             exp_avgs=[state["first"]],
             exp_avg_sqs=[state["second"]],
             max_exp_avg_sqs=[],
-            state_steps=[self._count],
+            state_steps=[num_steps],
             fused=True,
             amsgrad=False,
             beta1=BETA1,
@@ -256,23 +257,20 @@ class Optimisers:
         self.warmup = max(1, round(settings.warmup_epochs * steps_per_epoch))
         self.total = max(num_steps, self.warmup + 1)
         self.last_round = (self.total - 1, self.total)
-        self.rates = {"encoder": settings.lr_encoder, "heads": settings.lr_heads}
-        groups: dict[tuple[str, bool], dict[str, Any]] = {}
+        groups: dict[tuple[bool, bool], dict[str, Any]] = {}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                part = "encoder" if name.startswith("encoder.transformer.") else "heads"
+                is_encoder = name.startswith("encoder.transformer.")
+                rate = settings.lr_encoder if is_encoder else settings.lr_heads
                 # no weight decay on biases, norms and temperatures: in every architecture they are
                 # vectors
                 decays = parameter.ndim > 1
-                group: dict[str, Any] = {
-                    "params": [],
-                    "part": part,
-                    "lr": self.rates[part],
-                    "weight_decay": settings.weight_decay if decays else 0.0,
-                }
-                groups.setdefault((part, decays), group)["params"].append(parameter)
+                decay = settings.weight_decay if decays else 0.0
+                new = {"params": [], "base_lr": rate, "lr": rate, "weight_decay": decay}
+                group = groups.setdefault((is_encoder, decays), new)
+                group["params"].append(parameter)
         # AdamW needs a group even if no dense parameter trains
-        of_adamw = list(groups.values()) or [{"params": [], "part": "heads"}]
+        of_adamw = list(groups.values()) or [{"params": [], "base_lr": 0.0}]
         self.dense: list[nn.Parameter] = []
         for group in of_adamw:
             self.dense += group["params"]
@@ -282,9 +280,9 @@ class Optimisers:
         self.row: dict[str, RowOptimiser] = {}
         for name, table in model.tables().items():
             if name.startswith("encoder."):
-                # a frozen table needs no state: sgd has none
-                kind = "sgd" if model.encoder.frozen else "adam"
-                self.row[name] = ROW_OPTIMISERS[kind](table, settings.lr_bag)
+                # a frozen table needs no state
+                optimiser = RowOptimiser if model.encoder.frozen else RowAdam
+                self.row[name] = optimiser(table, settings.lr_bag)
             else:
                 # biases do not decay
                 decay = settings.clf_decay if table.weight.shape[1] > 1 else 0.0
@@ -330,7 +328,7 @@ class Optimisers:
                 torch._foreach_mul_(grads, scale)
         factor = self.factor(step)
         for group in self.adamw.param_groups:
-            group["lr"] = self.rates[group["part"]] * factor
+            group["lr"] = group["base_lr"] * factor
         self.adamw.found_inf = failed  # type: ignore[attr-defined] # as torch.amp's GradScaler hands it over
         self.adamw.step()
         for row in self.row.values():

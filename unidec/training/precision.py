@@ -51,26 +51,24 @@ def choose_device(device: str) -> torch.device:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         is_available = torch.cuda.is_available()
+    if is_available:
+        number = os.environ.get("LOCAL_RANK", "0")
+        return torch.device("cuda", int(number))
     reason = " ".join(str(warning.message) for warning in caught)
-    if device == "cuda" and not is_available:
+    if device == "cuda":
         try:
             torch.cuda.init()
             reason = "none is visible"
         except (RuntimeError, AssertionError) as error:  # no driver, an old one, torch without CUDA
             reason = str(error)
-    elif is_available or "too old" not in reason:
-        reason = ""
-    if reason:
-        raise ConfigError(
-            "no usable GPU",
-            where="device",
-            got=reason,
-            fix="device: cpu; or a driver and a build of torch that fit each other",
-        )
-    if not is_available:
+    elif "too old" not in reason:
         return torch.device("cpu")
-    number = os.environ.get("LOCAL_RANK", "0")
-    return torch.device("cuda", int(number))
+    raise ConfigError(
+        "no usable GPU",
+        where="device",
+        got=reason,
+        fix="device: cpu; or a driver and a build of torch that fit each other",
+    )
 
 
 def autocast_type(precision: str, device: torch.device) -> torch.dtype | None:

@@ -170,6 +170,7 @@ class Refresher:
         figures of the clusters.
         """
         begin = time.perf_counter()
+        work_begin = self.encoding.clock()
         pool = self.settings.pool
         rows = self.batches.rows
         size = cluster_size(pool, epoch, len(rows))
@@ -194,6 +195,7 @@ class Refresher:
             figures["cluster_size"] = size
             figures["cluster_cosine"] = made.objective
         figures["refresh_seconds"] = time.perf_counter() - begin
+        figures["work_seconds"] = self.encoding.clock() - work_begin
         self._clustered = Clustered(refresh=refresh, query_nD=query_nD, figures=figures)
         return figures
 
@@ -207,6 +209,7 @@ class Refresher:
         assert clustered is not None
         self._clustered = None
         begin = time.perf_counter()
+        work_begin = self.encoding.clock()
         refresh = clustered.refresh
         figures = dict(clustered.figures)
         if self.mines(epoch):
@@ -224,6 +227,7 @@ class Refresher:
             self._write(refresh, epoch)
         self.ranks.barrier()  # the other ranks read it
         figures["refresh_seconds"] += time.perf_counter() - begin
+        figures["work_seconds"] += self.encoding.clock() - work_begin
         return figures
 
     def query_vectors(self) -> np.ndarray:

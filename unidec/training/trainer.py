@@ -51,7 +51,7 @@ class Progress:
     Attributes:
         epoch: finished epochs; epoch_step: finished steps of the next epoch; step: finished steps
             of the run.
-        seconds: wall time of all steps; work_seconds: time of all rounds by `Trainer.clock`.
+        seconds: wall time of all steps; work_seconds: time of all rounds by `Encoding.clock`.
     """
 
     epoch: int = 0
@@ -177,12 +177,6 @@ class Trainer:
         pool = self.settings.pool
         return Stopping(optim.epochs, pool.refresh, optim.patience, optim.budget_minutes)
 
-    def clock(self) -> float:
-        """Processor time (on a GPU wall time), in seconds."""
-        if self.device.type == "cpu":
-            return time.process_time()
-        return time.perf_counter()
-
     def classifier(self, into: np.ndarray | None = None) -> Classifier:
         """(rows float32 [L, D], biases float32 [L]) of the labels, as exported; None for what the
         model lacks. With several ranks, of the labels held here. The table's rows fill `into`.
@@ -226,10 +220,10 @@ class Trainer:
     def _inside_round(self) -> bool:
         if self.at.epoch_step > 0:
             return True
-        return self.at.epoch > self._round_begin and not self.finished
+        return self.at.epoch > self.round_begin and not self.finished
 
     @property
-    def _round_begin(self) -> int:
+    def round_begin(self) -> int:
         """Finished epochs at the beginning of the current round, or of the next one."""
         return self.at.epoch - self.at.epoch % self.settings.pool.refresh
 
@@ -247,20 +241,13 @@ class Trainer:
 
     def cluster(self) -> Figures:
         """Cluster the training queries for the next round; returns figures of the clusters."""
-        begin = self.clock()
-        figures = self.refresher.cluster(self.at.epoch)
-        figures["work_seconds"] = self.clock() - begin
-        return figures
+        return self.refresher.cluster(self.at.epoch)
 
     def mine(self) -> Figures:
         """Mine hard negatives for the next round, and write them and the clusters to the run's
         folder; returns figures of both. Runs `cluster` if it has not been called.
         """
-        begin = self.clock()
-        report = self.refresher.mine(self.at.epoch)
-        seconds = self.clock() - begin
-        report["work_seconds"] = report.get("work_seconds", 0.0) + seconds
-        return report
+        return self.refresher.mine(self.at.epoch)
 
     def train_round(
         self, on_log: Callable[[int, dict[str, float]], None] | None = None
@@ -276,10 +263,10 @@ class Trainer:
         """
         begin = time.perf_counter()
         first_step = self.at.step
-        work_begin = self.clock() - self.at.work_seconds
+        work_begin = self.encoding.clock() - self.at.work_seconds
         self._set_last_round()
-        self.made = self.refresher.load(self._round_begin)
-        round_end = self._round_begin + self.settings.pool.refresh
+        self.made = self.refresher.load(self.round_begin)
+        round_end = self.round_begin + self.settings.pool.refresh
         until = min(self.settings.optim.epochs, round_end)
         epochs = until - self.at.epoch
         total = epochs * self.steps_per_epoch - self.at.epoch_step
@@ -308,7 +295,7 @@ class Trainer:
                 stopping, due = self.ranks.any(asked, self._save_is_due())
                 if stopping or due or self.at.epoch == until:
                     self.check_finite()
-                    self.at.work_seconds = self.clock() - work_begin
+                    self.at.work_seconds = self.encoding.clock() - work_begin
                     history.flush()
                     if self.ranks.is_first:
                         os.fsync(history.fileno())  # a resumed run needs these lines
@@ -371,6 +358,7 @@ class Trainer:
                 error is raised at the next logging step or checkpoint), or the GPU is out of
                 memory.
         """
+        step = self.at.step
         begin = time.perf_counter()
         self._seed_dropout()
         encoder = self.model.encoder
@@ -378,7 +366,7 @@ class Trainer:
             x_BW, backward = encode_texts(
                 encoder, batch.texts, self.encoding.autocast, self.gradients.parallel
             )
-            losses = self.objective.losses(x_BW, batch, self.at.step)
+            losses = self.objective.losses(x_BW, batch, step)
             loss = torch.stack(list(losses.values())).sum()
             with self.ranks.exchanging():
                 backward(loss)
@@ -389,7 +377,7 @@ class Trainer:
         self.checks.note(
             UncheckedStep(
                 epoch=self.at.epoch,
-                step=self.at.step,
+                step=step,
                 some_rows=batch.pool.rows_B[:5],
                 losses=losses,
             ),
@@ -398,9 +386,9 @@ class Trainer:
         if self.checks.each_step:
             self.check_finite()
         # on a GPU the device itself leaves the weights as they are after a failure
-        self.optimisers.step(self.at.step, norm, self.checks.stops_update)
+        self.optimisers.step(step, norm, self.checks.stops_update)
         self.at.seconds += time.perf_counter() - begin
-        if self.at.step % LOG_EVERY:
+        if step % LOG_EVERY:
             return None
         self.check_finite()
         return self.figures(batch, losses, norm)
@@ -423,14 +411,15 @@ class Trainer:
 
     def figures(self, batch: Prepared, losses: dict[str, Tensor], norm: Tensor) -> dict[str, float]:
         """Figures of a step for its line in history.jsonl."""
+        step = self.at.step
         optim = self.settings.optim
         pool = batch.pool
-        factor = self.optimisers.factor(self.at.step)
+        factor = self.optimisers.factor(step)
         values = {name: float(value) for name, value in losses.items()}
-        seconds = max(self.at.seconds, 1e-9) / (self.at.step + 1)
+        seconds = max(self.at.seconds, 1e-9) / (step + 1)
         return {
-            "step": self.at.step,
-            "epoch": self.at.step / self.steps_per_epoch,
+            "step": step,
+            "epoch": step / self.steps_per_epoch,
             "seconds": round(self.at.seconds, 3),
             "loss": sum(values.values()),
             **values,

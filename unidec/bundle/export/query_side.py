@@ -33,7 +33,7 @@ from unidec.bundle.export.vectors import (
 from unidec.data.storage import read_json, write_folder, write_json
 from unidec.data.tokens import load_tokenizer
 from unidec.errors import ConfigError
-from unidec.model.arrays import MAX_BYTES
+from unidec.model.arrays import MAX_BYTES, heads_of
 from unidec.model.encoder import BagEncoder
 from unidec.model.encoder_folder import FROM_HERE
 from unidec.model.onnx_export import OPSET, TransformerGraph, export_graph
@@ -134,7 +134,7 @@ class QueryGraph(nn.Module):
         self.score = score
         self.clf_normalize = bundle.info.clf_normalize
         self.transformer = model.encoder.transformer and TransformerGraph(model.encoder)
-        self.heads = ["de", "clf"] if model.heads == "both" else [model.heads]
+        self.heads = heads_of(model.heads)
         self.outputs = [*self.heads, "vector"]
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
@@ -254,7 +254,7 @@ def _remainder(key: Tensor, divisor: int) -> Tensor:
 
 
 def export_sentence_transformers(
-    bundle: Bundle, folder: str | os.PathLike[str], *, head: str | None = None
+    bundle: Bundle, folder: str | os.PathLike[str], *, head: str | None
 ) -> ExportFacts:
     """Write the query side of a score as a sentence-transformers folder.
 

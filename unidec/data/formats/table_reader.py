@@ -30,7 +30,7 @@ from unidec.data.table_file import (
 )
 from unidec.progress import say
 
-DIVIDED_ABOVE = 1 << 24  # bytes of the parts after the first; a process reads them in four seconds
+DIVIDED_ABOVE = 1 << 26  # bytes of the parts after the first: 15 seconds of csv for a process
 # of a shard
 _ROWS = "rows.arrow"
 _FOUND = "found.json"
