@@ -44,6 +44,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # files and folders with the longest tests: they start first, so that no worker is left alone with
 # them at the end
 SLOWEST = (
+    "operations",  # begins with a project that no other test has used
     "flows/test_shards.py",
     "test_recipes.py",
     "test_dvc.py",
