@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.raw_files import write_raw
+from scipy.sparse import csr_matrix
 
 from unidec.bundle.label_file import read_labels
 from unidec.bundle.text_file import read_texts
@@ -189,12 +190,17 @@ def contents(folder: Path) -> dict[str, object]:
     raw = read_raw(folder, test_share=0.0)
     queries = raw.queries["train"].to_pylist()
     labels = raw.labels["uid"].to_pylist()
-    pairs = {
-        (queries[row]["uid"], labels[column])
-        for matrix in (raw.relevance["train"], 2 * raw.filter_pairs["train"].astype(int))
-        for row, column in zip(*matrix.nonzero(), strict=True)
+
+    def uids(matrix: csr_matrix) -> set[tuple[str, str]]:
+        places = zip(*matrix.nonzero(), strict=True)
+        return {(queries[row]["uid"], labels[column]) for row, column in places}
+
+    return {
+        "queries": sorted(map(str, queries)),
+        "labels": labels,
+        "pairs": uids(raw.relevance["train"]),
+        "filters": uids(raw.filter_pairs["train"]),
     }
-    return {"queries": sorted(map(str, queries)), "labels": labels, "pairs": pairs}
 
 
 @pytest.mark.parametrize(
